@@ -1,0 +1,407 @@
+// Exact attention, Tensor side: check, allocate, fill params by name, run the kernels.
+
+#include <limits>
+
+#include "checks.h"
+#include "cpu/kernels.h"
+#include "threads.h"
+
+namespace tiled_attention {
+namespace {
+
+// What every operator of this file takes. Absent tensors stay default-constructed.
+struct AttentionArguments {
+  Tensor query, key, value, mask, bias, alibi_slopes, sinks, key_lengths, documents, query_offset, dropout_seed;
+  double scale = 1, softcap = 0, dropout_p = 0;
+  IntList intervals, dropout_offsets;
+};
+
+AttentionArguments take_attention_arguments(Arguments* stack) {
+  // Members of a braced list are evaluated in order.
+  return {stack->tensor("query"),
+          stack->tensor("key"),
+          stack->tensor("value"),
+          stack->optional_tensor("mask"),
+          stack->optional_tensor("bias"),
+          stack->optional_tensor("alibi_slopes"),
+          stack->optional_tensor("sinks"),
+          stack->optional_tensor("key_lengths"),
+          stack->optional_tensor("documents"),
+          stack->optional_tensor("query_offset"),
+          stack->optional_tensor("dropout_seed"),
+          stack->scalar<double>(),
+          stack->scalar<double>(),
+          stack->scalar<double>(),
+          stack->ints(),
+          stack->ints()};
+}
+
+// The shape of the scores: (..., num_heads, seqlen_q, seqlen_kv).
+struct ScoreShape {
+  int64_t rank = 0;
+  int64_t sizes[kMaxRank];
+  int64_t leading() const { return rank - 3; }
+};
+
+// key or value: (..., num_heads_kv, seqlen_kv, any) with the leading dimensions of query.
+void check_key_or_value(const Tensor& tensor, const Tensor& query) {
+  check_same_dtype(tensor, query);
+  bool fits = tensor.rank == query.rank;
+  for (int64_t i = 0; fits && i < query.rank - 3; ++i) fits = tensor.size(i) == query.size(i);
+  if (!fits) fail(tensor.name, " must have the leading dimensions of query, of shape ", query.shape(), ", got shape ", tensor.shape());
+}
+
+// Checks all arguments, fills `params` but for results and batch dimensions, and adds the tensors to `batch_dims`.
+ScoreShape check_attention(AttentionArguments* args, AttentionParams* params, BatchDims* batch_dims) {
+  Tensor &query = args->query, &key = args->key, &value = args->value;
+  read(&query);
+  read(&key);
+  params->dtype = dtype_of(query);
+  const int32_t real = real_dtype(query.dtype);
+  if (query.rank < 3) fail("query must have shape (..., num_heads, seqlen_q, head_dim), got ", query.shape());
+  check_key_or_value(key, query);
+  params->num_heads = query.size(-3), params->num_heads_kv = key.size(-3);
+  params->seqlen_q = query.size(-2), params->seqlen_kv = key.size(-2);
+  params->head_dim = query.size(-1);
+  if (key.size(-1) != params->head_dim) fail("key must have the head_dim of query (", params->head_dim, "), got shape ", key.shape());
+  if (params->num_heads_kv == 0 ? params->num_heads != 0 : params->num_heads % params->num_heads_kv != 0) {
+    fail("num_heads of query must be a multiple of num_heads_kv of key, got ", params->num_heads, " and ", params->num_heads_kv);
+  }
+  check_length("seqlen_q of query", params->seqlen_q);
+  check_length("seqlen_kv of key", params->seqlen_kv);
+  check_length("num_heads of query", params->num_heads);
+  check_head_dim("head_dim of query", params->head_dim);
+  batch_dims->add(query, params->dtype, &params->query);
+  batch_dims->add(key, params->dtype, &params->key);
+  if (value) {
+    read(&value);
+    check_key_or_value(value, query);
+    if (value.size(-3) != params->num_heads_kv || value.size(-2) != params->seqlen_kv) {
+      fail("value must have the num_heads_kv and seqlen_kv of key, of shape ", key.shape(), ", got shape ", value.shape());
+    }
+    params->head_dim_v = value.size(-1);
+    check_head_dim("head_dim_v of value", params->head_dim_v);
+    batch_dims->add(value, params->dtype, &params->value);
+  }
+
+  ScoreShape scores;
+  scores.rank = query.rank;
+  std::memcpy(scores.sizes, query.sizes, static_cast<size_t>(query.rank - 1) * sizeof(int64_t));
+  scores.sizes[scores.rank - 1] = params->seqlen_kv;
+  if (args->mask) {
+    read(&args->mask);
+    check_dtype(args->mask, codes.boolean);
+    check_broadcastable(args->mask, scores.sizes, scores.rank);
+    batch_dims->add(args->mask, DType::kFloat32, &params->bool_mask);
+  }
+  if (args->bias) {
+    read(&args->bias);
+    if (args->bias.dtype != real && !is_16_bit(args->bias.dtype)) {
+      fail("bias must be ", DTypeName{real}, ", bfloat16 or float16 beside a query of ", DTypeName{query.dtype}, ", got ", DTypeName{args->bias.dtype});
+    }
+    check_broadcastable(args->bias, scores.sizes, scores.rank);
+    batch_dims->add(args->bias, dtype_of(args->bias), &params->bias);
+  }
+  params->alibi_slopes = check_array(&args->alibi_slopes, real, params->num_heads);
+  params->sinks = check_array(&args->sinks, real, params->num_heads);
+  check_finite("scale", args->scale);
+  check_finite("softcap", args->softcap);
+  if (args->softcap < 0) fail("softcap must be positive, or 0 for none, got ", args->softcap);
+  params->scale = args->scale, params->softcap = args->softcap;
+  check_dropout(args->dropout_p, &args->dropout_seed, args->dropout_offsets, &params->dropout);
+  check_intervals(args->intervals, &params->mask);
+  return scores;
+}
+
+// What needs the number of batch items: after all tensors are added.
+void finish_batch(const ScoreShape& scores, const BatchDims& batch_dims, AttentionArguments* args, AttentionParams* params) {
+  batch_dims.finish(scores.sizes, scores.leading(), params);
+  check_mask_arrays(&args->key_lengths, &args->query_offset, &args->documents, params->batch, &params->mask);
+}
+
+bool has_rows(const AttentionParams& params) { return params.batch != 0 && params.num_heads != 0 && params.seqlen_q != 0; }
+
+// lse of rows without any key: the sink, or -inf.
+template <class Real>
+void fill_empty_lse(const AttentionParams& params) {
+  Real* lse = static_cast<Real*>(params.lse);
+  const Real* sinks = static_cast<const Real*>(params.sinks);
+  for (int64_t bh = 0; bh < params.batch * params.num_heads; ++bh) {
+    const Real value = sinks ? sinks[bh % params.num_heads] : -std::numeric_limits<Real>::infinity();
+    for (int64_t i = 0; i < params.seqlen_q; ++i) *lse++ = value;
+  }
+}
+
+// Gradient of those rows: lse is the sink itself, so what arrives at lse passes on to it; a sink of -inf is no sink.
+template <class Real>
+void add_empty_sinks_grad(const AttentionBackwardParams& params) {
+  const AttentionParams& forward = params.forward;
+  const Real* grad_lse = static_cast<const Real*>(params.grad_lse);
+  const Real* sinks = static_cast<const Real*>(forward.sinks);
+  Real* grad_sinks = static_cast<Real*>(params.grad_sinks);
+  for (int64_t bh = 0; bh < forward.batch * forward.num_heads; ++bh) {
+    const int64_t h = bh % forward.num_heads;
+    if (sinks[h] == -std::numeric_limits<Real>::infinity()) continue;
+    for (int64_t i = 0; i < forward.seqlen_q; ++i) grad_sinks[h] += grad_lse[bh * forward.seqlen_q + i];
+  }
+}
+
+// attention_fwd and attention: (out, lse, residual).
+void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  AttentionArguments args = take_attention_arguments(&arguments);
+  const bool with_residual = arguments.scalar<bool>();
+  const Kernels& table = kernels();
+
+  AttentionParams params;
+  BatchDims batch_dims;
+  const ScoreShape scores = check_attention(&args, &params, &batch_dims);
+
+  // lse and 16-bit residuals come with out.
+  const int32_t dtype = args.query.dtype;
+  Tensor out = empty_in_order_of(args.query, "out", dtype, params.head_dim_v);
+  Tensor lse = empty_contiguous("lse", real_dtype(dtype), scores.rank - 1, scores.sizes);
+  const bool keeps_residual = with_residual && is_16_bit(dtype);
+  Tensor residual = keeps_residual ? empty_in_order_of(args.query, "residual", dtype, params.head_dim_v) : empty_nothing(dtype);
+  batch_dims.add(out, params.dtype, &params.out);
+  if (keeps_residual) batch_dims.add(residual, params.dtype, &params.residual);
+  params.lse = lse.data;
+  finish_batch(scores, batch_dims, &args, &params);
+
+  if (has_rows(params) && params.seqlen_kv == 0) {
+    fill_bytes(out, 0);
+    fill_bytes(residual, 0);
+    params.dtype == DType::kFloat64 ? fill_empty_lse<double>(params) : fill_empty_lse<float>(params);
+  } else if (has_rows(params)) {
+    const ThreadPool pool = thread_pool();
+    const Scratch scratch(table.attention_fwd_scratch(params, pool));
+    table.attention_fwd(params, pool, scratch.data());
+  }
+  stack[0] = out.release();
+  stack[1] = lse.release();
+  stack[2] = residual.release();
+}
+
+// Of the same dtype and shape as `like`, but for the last size.
+void check_like(const Tensor& tensor, const Tensor& like, int64_t last_size) {
+  check_same_dtype(tensor, like);
+  int64_t expected[kMaxRank];
+  std::memcpy(expected, like.sizes, static_cast<size_t>(like.rank) * sizeof(int64_t));
+  expected[like.rank - 1] = last_size;
+  check_shape(tensor, expected, like.rank);
+}
+
+// lse or its gradient: Real (..., num_heads, seqlen_q), made contiguous.
+void* check_lse(Tensor* lse, int32_t real, const ScoreShape& scores) {
+  read(lse);
+  check_dtype(*lse, real);
+  check_shape(*lse, scores.sizes, scores.rank - 1);
+  make_contiguous(lse);
+  return lse->data;
+}
+
+// (grad_query, grad_key, grad_value, grad_bias, grad_alibi_slopes, grad_sinks)
+void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
+  enum { kQuery, kKey, kValue, kBias, kAlibiSlopes, kSinks, kNumGradients };
+  Arguments arguments(stack);
+  Tensor grad_out = arguments.tensor("grad_out");
+  Tensor grad_lse = arguments.optional_tensor("grad_lse");
+  AttentionArguments args = take_attention_arguments(&arguments);
+  Tensor out = arguments.tensor("out");
+  Tensor lse = arguments.tensor("lse");
+  Tensor residual = arguments.tensor("residual");
+  const int64_t wanted = arguments.scalar<int64_t>();
+  const Kernels& table = kernels();
+
+  AttentionBackwardParams params;
+  AttentionParams& forward = params.forward;
+  BatchDims batch_dims;
+  const ScoreShape scores = check_attention(&args, &forward, &batch_dims);
+  const int32_t dtype = args.query.dtype, real = real_dtype(dtype);
+
+  if (wanted < 0 || wanted >> kNumGradients) fail("gradients must be in [0, ", 1 << kNumGradients, "), got ", wanted);
+  const Tensor* const inputs[kNumGradients] = {&args.query, &args.key, &args.value, &args.bias, &args.alibi_slopes, &args.sinks};
+  const char* const names[kNumGradients] = {"grad_query", "grad_key", "grad_value", "grad_bias", "grad_alibi_slopes", "grad_sinks"};
+  const auto wants = [&](int i) { return (wanted >> i & 1) != 0; };
+  for (int i = kBias; i < kNumGradients; ++i) {
+    if (wants(i) && !*inputs[i]) fail("gradients asks for ", names[i], ", which needs ", inputs[i]->name, ", got None");
+  }
+  read(&grad_out);
+  check_like(grad_out, args.query, forward.head_dim_v);
+  batch_dims.add(grad_out, forward.dtype, &params.grad_out);
+  read(&out);
+  check_like(out, args.query, forward.head_dim_v);
+  batch_dims.add(out, forward.dtype, &forward.out);
+  read(&residual);
+  if (residual.rank != 1 || residual.size(0) != 0) {
+    check_like(residual, args.query, forward.head_dim_v);
+    if (!is_16_bit(dtype)) fail("residual must have shape (0,) beside a query of ", DTypeName{dtype}, ", got ", residual.shape());
+    batch_dims.add(residual, forward.dtype, &forward.residual);
+  }
+  forward.lse = check_lse(&lse, real, scores);
+  if (grad_lse) params.grad_lse = check_lse(&grad_lse, real, scores);
+
+  // Those of query, key and value are written; the others are summed in Real, from zero.
+  Tensor grads[kNumGradients];
+  TensorView* const views[] = {&params.grad_query, &params.grad_key, &params.grad_value};
+  for (int i = kQuery; i <= kValue; ++i) {
+    if (!wants(i)) continue;
+    grads[i] = empty_in_order_of(*inputs[i], names[i], dtype, inputs[i]->size(-1));
+    batch_dims.add(grads[i], forward.dtype, views[i]);
+  }
+  if (wants(kBias)) {
+    grads[kBias] = empty_contiguous(names[kBias], real, args.bias.rank, args.bias.sizes);
+    batch_dims.add(grads[kBias], real == codes.float64 ? DType::kFloat64 : DType::kFloat32, &params.grad_bias);
+  }
+  for (int i : {kAlibiSlopes, kSinks}) {
+    if (wants(i)) grads[i] = empty_contiguous(names[i], real, 1, &forward.num_heads);
+  }
+  for (int i = kBias; i < kNumGradients; ++i) {
+    if (grads[i]) fill_bytes(grads[i], 0);
+  }
+  params.grad_alibi_slopes = grads[kAlibiSlopes].data;
+  params.grad_sinks = grads[kSinks].data;
+  finish_batch(scores, batch_dims, &args, &forward);
+
+  if (has_rows(forward) && forward.seqlen_kv != 0) {
+    const ThreadPool pool = thread_pool();
+    const Scratch scratch(table.attention_bwd_scratch(params, pool));
+    table.attention_bwd(params, pool, scratch.data());
+  } else {
+    for (int i = kQuery; i <= kValue; ++i) {
+      if (grads[i]) fill_bytes(grads[i], 0);
+    }
+    if (has_rows(forward) && grads[kSinks] && grad_lse) {
+      forward.dtype == DType::kFloat64 ? add_empty_sinks_grad<double>(params) : add_empty_sinks_grad<float>(params);
+    }
+  }
+  if (grads[kBias] && args.bias.dtype != real) {
+    Tensor rounded = empty_contiguous(names[kBias], args.bias.dtype, args.bias.rank, args.bias.sizes);
+    if (aoti_torch_copy_(rounded.get(), grads[kBias].get(), 0)) fail("cannot round grad_bias to ", DTypeName{args.bias.dtype});
+    grads[kBias] = std::move(rounded);
+  }
+  for (int i = 0; i < kNumGradients; ++i) {
+    if (!grads[i]) grads[i] = empty_nothing(*inputs[i] ? inputs[i]->dtype : real);
+    stack[i] = grads[i].release();
+  }
+}
+
+// Real (..., num_heads or 1, num_rows, seqlen_kv)
+void attention_weights(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  AttentionArguments args;
+  args.query = arguments.tensor("query");
+  args.key = arguments.tensor("key");
+  args.mask = arguments.optional_tensor("mask");
+  args.bias = arguments.optional_tensor("bias");
+  args.alibi_slopes = arguments.optional_tensor("alibi_slopes");
+  args.key_lengths = arguments.optional_tensor("key_lengths");
+  args.documents = arguments.optional_tensor("documents");
+  args.query_offset = arguments.optional_tensor("query_offset");
+  args.dropout_seed = arguments.optional_tensor("dropout_seed");
+  args.scale = arguments.scalar<double>();
+  args.softcap = arguments.scalar<double>();
+  args.dropout_p = arguments.scalar<double>();
+  args.intervals = arguments.ints();
+  args.dropout_offsets = arguments.ints();
+  Tensor lse = arguments.tensor("lse");
+  Tensor rows = arguments.optional_tensor("rows");
+  const bool average = arguments.scalar<bool>();
+  const Kernels& table = kernels();
+
+  AttentionWeightsParams params;
+  AttentionParams& forward = params.forward;
+  BatchDims batch_dims;
+  ScoreShape scores = check_attention(&args, &forward, &batch_dims);
+  const int32_t real = real_dtype(args.query.dtype);
+  forward.lse = check_lse(&lse, real, scores);
+  params.average = average;
+  params.num_rows = forward.seqlen_q;
+  if (rows) {
+    read(&rows);
+    check_dtype(rows, codes.int64);
+    if (rows.rank != 1) fail("rows must have shape (num_rows,), got ", rows.shape());
+    make_contiguous(&rows);
+    params.num_rows = rows.size(0);
+    check_length("the number of rows", params.num_rows);
+    params.rows = static_cast<const int64_t*>(rows.data);
+    for (int64_t i = 0; i < params.num_rows; ++i) {
+      if (params.rows[i] < 0 || params.rows[i] >= forward.seqlen_q) {
+        fail("rows must be in [0, seqlen_q = ", forward.seqlen_q, "), got ", params.rows[i], " at ", i);
+      }
+    }
+  }
+  int64_t sizes[kMaxRank];
+  std::memcpy(sizes, scores.sizes, sizeof(sizes));
+  if (average) sizes[scores.rank - 3] = 1;
+  sizes[scores.rank - 2] = params.num_rows;
+  Tensor weights = empty_contiguous("weights", real, scores.rank, sizes);
+  batch_dims.add(weights, real == codes.float64 ? DType::kFloat64 : DType::kFloat32, &params.weights);
+  finish_batch(scores, batch_dims, &args, &forward);
+  if (has_rows(forward) && params.num_rows != 0 && forward.seqlen_kv != 0) {
+    const ThreadPool pool = thread_pool();
+    const Scratch scratch(table.attention_weights_scratch(params, pool));
+    table.attention_weights(params, pool, scratch.data());
+  } else {
+    // Only a mean over no heads has elements here.
+    fill_bytes(weights, 0xff);
+  }
+  stack[0] = weights.release();
+}
+
+// bool (batch, num_heads, seqlen_q, seqlen_kv), True = kept
+void dropout_mask(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  Tensor seed = arguments.tensor("seed");
+  const double dropout_p = arguments.scalar<double>();
+  int64_t sizes[4];
+  for (int64_t& size : sizes) size = arguments.scalar<int64_t>();
+  const IntList offsets = arguments.ints();
+  const Kernels& table = kernels();
+
+  DropoutParams params;
+  check_dropout(dropout_p, &seed, offsets, &params);
+  check_batch_size("batch", sizes[0]);
+  check_batch_size("num_heads", sizes[1]);
+  check_length("seqlen_q", sizes[2]);
+  check_length("seqlen_kv", sizes[3]);
+  Tensor keep = empty_contiguous("the dropout mask", codes.boolean, 4, sizes);
+  if (keep.numel() != 0) table.dropout_mask(params, sizes[0], sizes[1], sizes[2], sizes[3], thread_pool(), static_cast<bool*>(keep.data));
+  stack[0] = keep.release();
+}
+
+// bool (batch, seqlen_q, seqlen_kv)
+void mask_dense(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const IntList intervals = arguments.ints();
+  Tensor key_lengths = arguments.optional_tensor("key_lengths");
+  Tensor documents = arguments.optional_tensor("documents");
+  Tensor query_offset = arguments.optional_tensor("query_offset");
+  int64_t sizes[3];
+  for (int64_t& size : sizes) size = arguments.scalar<int64_t>();
+  const Kernels& table = kernels();
+
+  MaskParams params;
+  check_batch_size("batch", sizes[0]);
+  check_length("seqlen_q", sizes[1]);
+  check_length("seqlen_kv", sizes[2]);
+  check_intervals(intervals, &params);
+  check_mask_arrays(&key_lengths, &query_offset, &documents, sizes[0], &params);
+  Tensor visible = empty_contiguous("the mask", codes.boolean, 3, sizes);
+  if (visible.numel() != 0) table.mask_dense(params, sizes[0], sizes[1], sizes[2], static_cast<bool*>(visible.data));
+  stack[0] = visible.release();
+}
+
+}  // namespace
+}  // namespace tiled_attention
+
+STABLE_TORCH_LIBRARY_IMPL(tiled_attention, CPU, m) {
+  m.impl("attention_fwd", &tiled_attention::attention_fwd);
+  m.impl("attention", &tiled_attention::attention_fwd);
+  m.impl("attention_bwd", &tiled_attention::attention_bwd);
+  m.impl("attention_weights", &tiled_attention::attention_weights);
+  m.impl("dropout_mask", &tiled_attention::dropout_mask);
+}
+
+// No argument need be a tensor, so no backend key may be there to choose by.
+STABLE_TORCH_LIBRARY_IMPL(tiled_attention, CompositeExplicitAutograd, m) { m.impl("_mask_dense", &tiled_attention::mask_dense); }

@@ -1,0 +1,411 @@
+#pragma once
+// Exact attention, backward. Nothing of size n x n is kept: the probabilities of a tile are computed again from query, key and lse. Five
+// products per tile. grad_key and grad_value are summed over query tiles in the order of the loops and over chunks of queries in order;
+// how a head is cut into chunks follows from the shape and the mask, so the result does not depend on the threads.
+
+#include "backward_buffers.h"
+#include "score_gradient.h"
+
+namespace tiled_attention {
+inline namespace KERNEL_ISA {
+
+template <class T, class Unit, bool kDrop>
+struct Backward {
+  using Real = Accumulator<Unit>;
+  using V = NativeVec<Real>;
+  using Buffers = BackwardBuffers<T, Unit, kDrop>;
+  using Packed = BackwardPacked<Unit>;
+  using Sums = BackwardSums<Real>;
+  static constexpr int kSize = kUnitSize<Unit>, kTileQ = kBwdTileQ, kTileKV = kBwdTileKV, kBlocks = kTileQ / kBlockRows;
+  static constexpr bool kScaled = kSize == 1;
+
+  const AttentionBackwardParams& params;
+  const AttentionParams& p;
+  const ThreadPool& pool;
+  const BackwardPlan plan;
+  int group, chunks;
+  int64_t heads;
+
+  Backward(const AttentionBackwardParams& params, const ThreadPool& pool) : params(params), p(params.forward), pool(pool), plan(params), chunks(plan.chunks) {
+    group = int(p.num_heads / p.num_heads_kv);
+    heads = p.batch * p.num_heads_kv;
+  }
+
+  bool by_chunks() const { return plan.groups == 0; }
+
+  size_t worker_bytes() const {
+    Scratch s(nullptr);
+    Buffers(params, s);
+    return s.used;
+  }
+  size_t packed_bytes() const {
+    Scratch s(nullptr);
+    Packed(p, s);
+    return s.used;
+  }
+  size_t sums_bytes() const {
+    Scratch s(nullptr);
+    Sums(params, s);
+    return s.used;
+  }
+  // Per (head, chunk): the parts of the gradients of one slope and one sink.
+  size_t parts_bytes() const {
+    Scratch s(nullptr);
+    s.take<Real>(p.batch * p.num_heads * chunks * 2);
+    return s.used;
+  }
+  size_t scratch_bytes() const {
+    const int workers = pool.num_workers;
+    return parts_bytes() + workers * worker_bytes() + (by_chunks() ? packed_bytes() + chunks * sums_bytes() : workers * (packed_bytes() + sums_bytes()));
+  }
+
+  void run(void* memory) const {
+    if (heads == 0) return;
+    Real* parts = (Real*)memory;
+    memset(parts, 0, p.batch * p.num_heads * chunks * 2 * sizeof(Real));
+    char* workers_at = (char*)memory + parts_bytes();
+    char* packed_at = workers_at + pool.num_workers * worker_bytes();
+    const size_t worker_size = worker_bytes(), packed_size = packed_bytes(), sums_size = sums_bytes();
+    const auto buffers = [&](int worker) { Scratch s(workers_at + worker * worker_size); return Buffers(params, s); };
+    const int key_tiles = int((p.seqlen_kv + kTileKV - 1) / kTileKV);
+    if (by_chunks()) {
+      Scratch s(packed_at);
+      const Packed packed(p, s);
+      const auto sums = [&](int chunk) { Scratch s(packed_at + packed_size + chunk * sums_size); return Sums(params, s); };
+      for (int64_t head = 0; head < heads; head++) {
+        for_each_item(pool, key_tiles, [&](int worker, int64_t tile) { pack_keys(head, int(tile), packed, buffers(worker)); });
+        for_each_item(pool, chunks, [&](int worker, int64_t chunk) { run_chunk(head, int(chunk), packed, sums(int(chunk)), buffers(worker), parts); });
+        for_each_item(pool, key_tiles, [&](int, int64_t tile) {
+          const int begin = int(tile) * kTileKV, end = min_of(begin + kTileKV, int(p.seqlen_kv));
+          for (int chunk = 1; chunk < chunks; chunk++) sums(0).add(sums(chunk), begin, end);
+          store_keys(head, begin, end, sums(0));
+        });
+        for (int chunk = 0; chunk < chunks; chunk++) add_bias_columns(head, sums(chunk));
+      }
+    } else {
+      for_each_item(pool, plan.groups, [&](int worker, int64_t group) {
+        Scratch s(packed_at + worker * (packed_size + sums_size));
+        const Packed packed(p, s);
+        const Sums sums(params, s);
+        const Buffers buf = buffers(worker);
+        for (int64_t i = 0; i < plan.heads_of_group; i++) {
+          const int64_t head = plan.head(group, i);
+          for (int tile = 0; tile < key_tiles; tile++) pack_keys(head, tile, packed, buf);
+          run_chunk(head, 0, packed, sums, buf, parts);
+          store_keys(head, 0, int(p.seqlen_kv), sums);
+          add_bias_columns(head, sums);
+        }
+      });
+    }
+    for (int64_t head = 0; head < p.num_heads; head++) {
+      Real slope = 0, sink = 0;
+      for (int64_t batch = 0; batch < p.batch; batch++)
+        for (int chunk = 0; chunk < chunks; chunk++) {
+          const Real* part = parts + ((batch * p.num_heads + head) * chunks + chunk) * 2;
+          slope += part[0], sink += part[1];
+        }
+      if (params.grad_alibi_slopes) ((Real*)params.grad_alibi_slopes)[head] = slope;
+      if (params.grad_sinks) ((Real*)params.grad_sinks)[head] = sink;
+    }
+  }
+
+ private:
+  void pack_keys(int64_t head, int tile, const Packed& packed, const Buffers& buf) const {
+    const int begin = tile * kTileKV, rows = min_of(kTileKV, int(p.seqlen_kv) - begin), head_dim = int(p.head_dim), head_dim_v = int(p.head_dim_v);
+    const auto key = adjacent_columns(matrix<const T>(p, p.key, head / p.num_heads_kv, head % p.num_heads_kv), begin, rows, head_dim, buf.key_temp);
+    const auto value = adjacent_columns(matrix<const T>(p, p.value, head / p.num_heads_kv, head % p.num_heads_kv), begin, rows, head_dim_v, buf.value_temp);
+    pack_transposed(key.data, key.row_stride, rows, head_dim, packed.key_transposed + begin / kPanel<Unit> * packed.key_transposed_stride, packed.key_transposed_stride);
+    pack_transposed(value.data, value.row_stride, rows, head_dim_v, packed.value_transposed + begin / kPanel<Unit> * packed.value_transposed_stride, packed.value_transposed_stride);
+    packed.key_finite[tile] = pack_finite_panels(key.data, key.row_stride, rows, head_dim, packed.key + begin / kSize * kPanel<Unit>, packed.key_stride);
+  }
+
+  void run_chunk(int64_t head, int chunk, const Packed& packed, const Sums& sums, const Buffers& buf, Real* parts) const {
+    const int64_t batch = head / p.num_heads_kv;
+    const int head_kv = int(head % p.num_heads_kv);
+    const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
+    const ScoreMods<Real> mods(p, mask, batch);
+    sums.clear(p.seqlen_kv);
+    const int begin = chunk_begin(chunk, chunks, int(p.seqlen_q), mask), end = chunk_begin(chunk + 1, chunks, int(p.seqlen_q), mask);
+    if (begin >= end) return;
+    const QueryTiles tiles(group, begin, end - begin, kTileQ);
+    for (int tile = 0; tile < tiles.count; tile++) {
+      const int rows = tiles.fill(tile, head_kv * group, mask, buf.rows);
+      query_tile(batch, head_kv, rows, tiles.stacked, mods, packed, sums, buf);
+      for (int i = 0; i < rows; i++) {
+        Real* part = parts + ((batch * p.num_heads + buf.rows[i].head) * chunks + chunk) * 2;
+        part[0] += buf.row_slope[i], part[1] += buf.row_sink[i];
+      }
+    }
+  }
+
+  void store_keys(int64_t head, int begin, int end, const Sums& sums) const {
+    const int64_t batch = head / p.num_heads_kv, head_kv = head % p.num_heads_kv;
+    for (int j = begin; j < end; j++) {
+      if (params.grad_key.data) {
+        const Matrix<T> to = matrix<T>(p, params.grad_key, batch, head_kv);
+        store_row(sums.grad_key + int64_t(j) * sums.key_stride, int(p.head_dim), Real(p.scale), to.row(j), to.col_stride);
+      }
+      if (params.grad_value.data) {
+        const Matrix<T> to = matrix<T>(p, params.grad_value, batch, head_kv);
+        store_row(sums.grad_value + int64_t(j) * sums.value_stride, int(p.head_dim_v), Real(kDrop ? inverse_keep_of(p.dropout.p) : 1), to.row(j), to.col_stride);
+      }
+    }
+  }
+
+  // A bias without rows: what was summed over the rows, [group][seqlen_kv].
+  void add_bias_columns(int64_t head, const Sums& sums) const {
+    if (!sums.bias_columns) return;
+    for (int g = 0; g < group; g++) {
+      Real* to = (Real*)params.grad_bias.data + batch_offset(p, params.grad_bias, head / p.num_heads_kv) + (head % p.num_heads_kv * group + g) * params.grad_bias.head_stride;
+      for (int64_t j = 0; j < p.seqlen_kv; j++) to[j * params.grad_bias.col_stride] += sums.bias_columns[g * p.seqlen_kv + j];
+    }
+  }
+
+  void pack_queries(int64_t batch, int rows, Real factor, const Buffers& buf) const {
+    const int head_dim = int(p.head_dim), head_dim_v = int(p.head_dim_v);
+    // A row that completes the last pair, or the last rows of a block, is zero.
+    const int padded = round_up(rows, kRowStep);
+    if (rows % kSize) {
+      memset(buf.query_rows + int64_t(rows) * buf.query_stride, 0, buf.query_stride * sizeof(Unit));
+      memset(buf.grad_out_rows + int64_t(rows) * buf.grad_out_stride, 0, buf.grad_out_stride * sizeof(Unit));
+    }
+    // Panels hold whole pairs of rows: gather the tile where runs may break a pair or columns are strided.
+    const bool one_run = buf.rows[rows - 1].head == buf.rows[0].head;
+    const bool gather = !one_run || p.query.col_stride != 1 || params.grad_out.col_stride != 1;
+    Matrix<const T> query = matrix<const T>(p, p.query, batch, buf.rows[0].head), grad_out = matrix<const T>(p, params.grad_out, batch, buf.rows[0].head);
+    query.data = query.row(buf.rows[0].query), grad_out.data = grad_out.row(buf.rows[0].query);
+    if (gather) {
+      for (int i = 0; i < rows; i++) {
+        const Matrix<const T> q = matrix<const T>(p, p.query, batch, buf.rows[i].head), g = matrix<const T>(p, params.grad_out, batch, buf.rows[i].head);
+        for (int d = 0; d < head_dim; d++) buf.query_temp[int64_t(i) * head_dim + d] = q.row(buf.rows[i].query)[d * q.col_stride];
+        for (int d = 0; d < head_dim_v; d++) buf.grad_out_temp[int64_t(i) * head_dim_v + d] = g.row(buf.rows[i].query)[d * g.col_stride];
+      }
+      query = {buf.query_temp, head_dim, 1}, grad_out = {buf.grad_out_temp, head_dim_v, 1};
+    }
+    pack_rows(query.data, query.row_stride, rows, head_dim, factor, buf.query_rows, buf.query_stride);
+    pack_rows(grad_out.data, grad_out.row_stride, rows, head_dim_v, Real(1), buf.grad_out_rows, buf.grad_out_stride);
+    pack_panels(query.data, query.row_stride, rows, head_dim, buf.query_panels, buf.tile_stride);
+    pack_panels(grad_out.data, grad_out.row_stride, rows, head_dim_v, buf.grad_out_panels, buf.tile_stride);
+    for (int i = 0; i < padded; i++) {
+      buf.row_delta[i] = 0;
+      buf.row_lse[i] = Real(INFINITY);  // makes every probability of an empty row, and of a row that only pads the block, zero
+      if (i >= rows) continue;
+      const int64_t at = (batch * p.num_heads + buf.rows[i].head) * p.seqlen_q + buf.rows[i].query;
+      const Real lse = ((const Real*)p.lse)[at], grad_lse = params.grad_lse ? ((const Real*)params.grad_lse)[at] : Real(0);
+      if (lse == Real(-INFINITY)) {
+        zero_panel_row(buf.query_panels, i, head_dim, buf.tile_stride);
+        zero_panel_row(buf.grad_out_panels, i, head_dim_v, buf.tile_stride);
+      } else {
+        buf.row_lse[i] = Real(lse * kLog2e);
+        // d lse / d score = probs, so a gradient of lse only shifts delta.
+        buf.row_delta[i] = out_times_grad(batch, buf.rows[i], grad_out.row(i)) - grad_lse;
+      }
+      buf.row_slope[i] = 0;
+      const Real sink = p.sinks ? ((const Real*)p.sinks)[buf.rows[i].head] : Real(-INFINITY);
+      buf.row_sink[i] = lse == Real(-INFINITY) || sink == Real(-INFINITY) ? Real(0) : -exp2(V(Real(sink * kLog2e) - buf.row_lse[i])).v[0] * buf.row_delta[i];
+    }
+  }
+  static void zero_panel_row(Unit* panels, int row, int cols, int64_t panel_stride) {
+    for (int d = 0; d < cols; d++) {
+      Unit& unit = panels[d / kPanel<Unit> * panel_stride + row / kSize * kPanel<Unit> + d % kPanel<Unit>];
+      if constexpr (kSize == 1) unit = 0;
+      else unit &= row % 2 ? 0xffffu : 0xffff0000u;
+    }
+  }
+  Real out_times_grad(int64_t batch, const TileRow& row, const T* grad_out) const {
+    const Matrix<const T> out = matrix<const T>(p, p.out, batch, row.head);
+    const Matrix<const T> residual = p.residual.data ? matrix<const T>(p, p.residual, batch, row.head) : Matrix<const T>{nullptr, 0, 1};
+    const int cols = int(p.head_dim_v);
+    V sum(Real(0));
+    for (int d = 0; d < cols; d += V::kLanes) {
+      T temp[V::kLanes], rest[V::kLanes];
+      const int count = min_of(V::kLanes, cols - d);
+      V x = load_converted(adjacent_elements(out.row(row.query), out.col_stride, d, d + count, temp), count);
+      if (residual.data) x = x + load_converted(adjacent_elements(residual.row(row.query), residual.col_stride, d, d + count, rest), count);
+      sum = multiply_add(load_converted(grad_out + d, count), x, sum);
+    }
+    return reduce_add(sum);
+  }
+
+  void query_tile(int64_t batch, int head_kv, int rows, bool stacked, const ScoreMods<Real>& mods, const Packed& packed, const Sums& sums, const Buffers& buf) const {
+    pack_queries(batch, rows, mods.factor(), buf);
+    memset(buf.grad_query, 0, int64_t(kTileQ) * sums.key_stride * sizeof(Real));
+    BlockKeys blocks[kBlocks];
+    Interval main = {0, 0}, sinks = {0, 0};
+    for (int i = 0; i < rows; i += kBlockRows) {
+      const BlockKeys& block = blocks[i / kBlockRows] = BlockKeys(buf.rows + i, min_of(kBlockRows, rows - i));
+      main = hull(main, block.main), sinks = hull(sinks, block.sinks);
+    }
+    const bool in_registers = sizeof(Real) == 4 && !stacked && Dropout::in_registers(p.dropout);
+    const Dropout dropout(p.dropout, batch, buf.rows[0].head, buf.dropout_keys);
+    int next = 0;
+    const Interval ranges[] = {sinks, main};
+    for (const Interval range : ranges)
+      for (int kv_begin = max_of(next, round_down(range.begin, kTileKV)); kv_begin < range.end; kv_begin += kTileKV) {
+        next = kv_begin + kTileKV;
+        const int kv_end = min_of(kv_begin + kTileKV, max_of(main.end, sinks.end));
+        if (kDrop && in_registers) dropout.begin_tile(kv_begin, kv_end);
+        Interval seen[kBlocks];
+        for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
+          const BlockKeys& block = blocks[i0 / kBlockRows];
+          Interval& s = seen[i0 / kBlockRows] = block.within(kv_begin, kv_end);
+          const int count = min_of(kBlockRows, rows - i0);
+          if (is_empty(s)) zero_block(buf, i0, count);
+          else block_of_rows(batch, head_kv, i0, count, kv_begin, kv_end, round_down(s.begin, kPanel<Unit>), s.end, block, in_registers, mods, dropout, packed, sums, buf);
+        }
+        // grad_value += probs^T grad_out, grad_key += grad_scores^T query: blocks of keys, reduction over the rows that see them.
+        for (int j = kv_begin; j < kv_end; j += kBlockRows) {
+          const int count = min_of(kBlockRows, kv_end - j);
+          int begin = 0, end = rows;
+          while (begin < rows && is_empty(intersect(seen[begin / kBlockRows], j, j + count))) begin += kBlockRows;
+          while (end > begin && is_empty(intersect(seen[(end - 1) / kBlockRows], j, j + count))) end = round_down(end - 1, kBlockRows);
+          if (begin >= end) continue;
+          const int k0 = begin / kSize, k_size = units<Unit>(end - begin), at = k0 * kTileKV + j - kv_begin;
+          if (params.grad_value.data)
+            gemm<Left::Transposed, Store::Accumulate>(count, int(p.head_dim_v), k_size, buf.probs + at, kTileKV, buf.grad_out_panels + k0 * kPanel<Unit>, buf.tile_stride,
+                                                      sums.grad_value + int64_t(j) * sums.value_stride, sums.value_stride);
+          if (params.grad_key.data)
+            gemm<Left::Transposed, Store::Accumulate>(count, int(p.head_dim), k_size, buf.grad_scores + at, kTileKV, buf.query_panels + k0 * kPanel<Unit>, buf.tile_stride,
+                                                      sums.grad_key + int64_t(j) * sums.key_stride, sums.key_stride);
+        }
+      }
+    if (!params.grad_query.data) return;
+    for (int i = 0; i < rows; i++) {
+      const Matrix<T> to = matrix<T>(p, params.grad_query, batch, buf.rows[i].head);
+      store_row(buf.grad_query + int64_t(i) * sums.key_stride, int(p.head_dim), Real(p.scale), to.row(buf.rows[i].query), to.col_stride);
+    }
+  }
+
+  // Probabilities and grad_scores of the visible part of one block of rows; zero in the rest of [kv_begin, kv_end). Adds to grad_query.
+  void block_of_rows(int64_t batch, int head_kv, int i0, int rows, int kv_begin, int kv_end, int begin, int end, const BlockKeys& block, bool in_registers, const ScoreMods<Real>& mods,
+                     const Dropout& dropout, const Packed& packed, const Sums& sums, const Buffers& buf) const {
+    const int left = begin - kv_begin, cols = round_up(end - begin, kPanel<Unit>), panel = begin / kPanel<Unit>;
+    Real* scores = (kSize == 1 ? (Real*)buf.probs + i0 * kTileKV : buf.block_scores) + left;
+    Real* grads = (kSize == 1 ? (Real*)buf.grad_scores + i0 * kTileKV : buf.block_grad_scores) + left;
+    const TileRow* tile_rows = buf.rows + i0;
+    gemm<Left::RowMajor, Store::Overwrite>(rows, cols, units<Unit>(int(p.head_dim)), buf.query_rows + i0 * buf.query_stride, buf.query_stride,
+                                           packed.key_transposed + panel * packed.key_transposed_stride, packed.key_transposed_stride, scores, kTileKV);
+    gemm<Left::RowMajor, Store::Overwrite>(rows, cols, units<Unit>(int(p.head_dim_v)), buf.grad_out_rows + i0 * buf.grad_out_stride, buf.grad_out_stride,
+                                           packed.value_transposed + panel * packed.value_transposed_stride, packed.value_transposed_stride, grads, kTileKV);
+    Real factor = kScaled ? Real(1) : mods.factor() < 0 ? -mods.factor() : mods.factor();
+    Real* tanhs = buf.tanhs + left;
+    if (mods.any()) mods.apply(tile_rows, rows, begin, end, scores, kTileKV, factor, tanhs), factor = Real(1);
+    const bool full = covers(block.full, begin, begin + cols);
+    if (!full)
+      for (int i = 0; i < rows; i++) mask_row(scores + i * kTileKV, cols, begin, tile_rows[i].keys);
+
+    const bool select = !full || mods.hides(), extra = params.grad_bias.data || params.grad_alibi_slopes || p.softcap > 0;
+    const bool in_pairs = kSize == 2 && !extra && (!kDrop || in_registers);
+    if (select) gradients<true>(batch, i0, rows, begin, left, cols, factor, in_pairs, in_registers, scores, grads, dropout, buf);
+    else gradients<false>(batch, i0, rows, begin, left, cols, factor, in_pairs, in_registers, scores, grads, dropout, buf);
+    if (extra)
+      for (int i = 0; i < rows; i++) extra_gradients(batch, tile_rows[i], i0 + i, begin, end, grads + i * kTileKV, tanhs + i * kTileKV, mods, sums, buf);
+    finish_rows(i0, rows, left, cols, round_up(kv_end - kv_begin, kPanel<Unit>), in_pairs, scores, grads, buf);
+
+    if (!params.grad_query.data) return;
+    const Unit* grad_rows = kSize == 1 ? (const Unit*)grads : buf.grad_score_rows + left / kSize;
+    Real* grad_query = buf.grad_query + i0 * sums.key_stride;
+    gemm<Left::RowMajor, Store::Accumulate>(rows, int(p.head_dim), units<Unit>(end - begin), grad_rows, kTileKV / kSize, packed.key + begin / kSize * kPanel<Unit>, packed.key_stride, grad_query,
+                                            int(sums.key_stride));
+    if (!packed.key_finite[kv_begin / kTileKV])
+      add_nonfinite(mods, tile_rows, rows, begin, end, grad_rows, kTileKV / kSize, matrix<const T>(p, p.key, batch, head_kv), int(p.head_dim), grad_query, int(sums.key_stride));
+  }
+
+#if defined(__AVX512BF16__)
+  PairRows pair_rows(int row, int in_block, int left, const Buffers& buf) const {
+    const int at = row / kSize * kTileKV + left;
+    return {buf.probs + at, buf.grad_scores + at, buf.grad_score_rows + in_block * kTileKV / kSize + left / kSize, kTileKV / kSize};
+  }
+#endif
+
+  template <bool kSelect>
+  void gradients(int64_t batch, int i0, int rows, int begin, int left, int cols, Real factor, [[maybe_unused]] bool in_pairs, [[maybe_unused]] bool in_registers, Real* scores, Real* grads, const Dropout& dropout,
+                 const Buffers& buf) const {
+    const Real *lse = buf.row_lse + i0, *delta = buf.row_delta + i0;
+    const int first = buf.rows[i0].query, in_group = left / kPhiloxGroup;
+#if defined(__AVX512BF16__)
+    if constexpr (kSize == 2)
+      if (in_pairs) {
+        for (int i = 0; i < rows; i += 2)
+          score_gradient_to_pairs<kSelect, kDrop>(scores + i * kTileKV, grads + i * kTileKV, kTileKV, cols, factor, lse + i, delta + i, pair_rows(i0 + i, i, left, buf), dropout, first + i,
+                                                  in_group);
+        return;
+      }
+#endif
+    if constexpr (kDrop && kSize == 1 && sizeof(Real) == 4)
+      if (in_registers) {
+        for (int i = 0; i < rows; i += 2) {  // there is room for a row behind the last
+          const float two_lse[2] = {lse[i], i + 1 < rows ? lse[i + 1] : Real(INFINITY)}, two_delta[2] = {delta[i], i + 1 < rows ? delta[i + 1] : Real(0)};
+          score_gradient_pair<kSelect>(scores + i * kTileKV, grads + i * kTileKV, kTileKV, cols, two_lse, two_delta, dropout, first + i, in_group);
+        }
+        return;
+      }
+    for (int i = 0; i < rows; i++) {
+      if constexpr (kDrop) {
+        const Dropout of_row(p.dropout, batch, buf.rows[i0 + i].head, nullptr);
+        const uint32_t* bits = of_row.row_bits(buf.rows[i0 + i].query, begin, cols, buf.dropout_bits);
+        score_gradient_row<kScaled, kSelect, true>(scores + i * kTileKV, grads + i * kTileKV, cols, factor, lse[i], delta[i], &of_row, bits);
+      } else score_gradient_row<kScaled, kSelect, false>(scores + i * kTileKV, grads + i * kTileKV, cols, factor, lse[i], delta[i], &dropout, nullptr);
+    }
+  }
+
+  // What a row of grad_scores means for slopes, bias and, through the softcap, for the products.
+  __attribute__((noinline)) void extra_gradients(int64_t batch, const TileRow& row, int in_tile, int begin, int end, Real* grads, const Real* tanhs, const ScoreMods<Real>& mods, const Sums& sums,
+                                                 const Buffers& buf) const {
+    const int count = end - begin;
+    if (params.grad_alibi_slopes) {
+      V sum(Real(0));
+      for (int j = 0; j < count; j += V::kLanes) {
+        const V product = V::load(grads + j) * mods.distance(row, begin + j);
+        sum = sum - keep_lanes(product, 0, count - j, V(Real(0)));
+      }
+      buf.row_slope[in_tile] += reduce_add(sum);
+    }
+    if (sums.bias_columns) add_row(grads, count, sums.bias_columns + (row.head % group) * p.seqlen_kv + begin);
+    else if (params.grad_bias.data) {
+      const TensorView& view = params.grad_bias;
+      Real* to = (Real*)view.data + batch_offset(p, view, batch) + row.head * view.head_stride + row.query * view.row_stride;
+      if (view.col_stride == 1) add_row(grads, count, to + begin);
+      else
+        for (int j = 0; j < count; j++) to[(begin + j) * view.col_stride] += grads[j];
+    }
+    if (p.softcap > 0)
+      for (int j = 0; j < count; j += V::kLanes) {
+        // A hidden score may be NaN before it is hidden, its gradient is 0 and stays it.
+        const V grad = V::load(grads + j), capped = softcap_gradient(grad, V::load(tanhs + j));
+        V(grad.v == V(Real(0)).v ? grad.v : capped.v).store(grads + j);
+      }
+  }
+  static void add_row(const Real* from, int count, Real* to) {
+    int j = 0;
+    for (; j + V::kLanes <= count; j += V::kLanes) (V::load(to + j) + V::load(from + j)).store(to + j);
+    for (; j < count; j++) to[j] += from[j];
+  }
+
+  // Pairs where they are still rows, and zeros around the columns that were computed: the blocks of keys may read there.
+  void finish_rows(int i0, int rows, int left, int cols, int width, [[maybe_unused]] bool in_pairs, [[maybe_unused]] Real* scores, [[maybe_unused]] Real* grads,
+                   const Buffers& buf) const {
+    for (int i = 0; i < rows; i += kSize) {
+#if defined(__AVX512BF16__)
+      if constexpr (kSize == 2)
+        if (!in_pairs) {
+          if (i + 1 == rows) memset(scores + (i + 1) * kTileKV, 0, cols * sizeof(Real)), memset(grads + (i + 1) * kTileKV, 0, cols * sizeof(Real));
+          rows_to_pairs(scores + i * kTileKV, grads + i * kTileKV, kTileKV, cols, pair_rows(i0 + i, i, left, buf));
+        }
+#endif
+      Unit* const outer_rows[] = {buf.probs + (i0 + i) / kSize * kTileKV, buf.grad_scores + (i0 + i) / kSize * kTileKV};
+      for (Unit* row : outer_rows) {
+        if (left > 0) memset(row, 0, left * sizeof(Unit));
+        if (left + cols < width) memset(row + left + cols, 0, (width - left - cols) * sizeof(Unit));
+      }
+    }
+  }
+  static void zero_block(const Buffers& buf, int i0, int rows) {
+    const int count = units<Unit>(rows) * kTileKV;
+    memset(buf.probs + i0 / kSize * kTileKV, 0, count * sizeof(Unit));
+    memset(buf.grad_scores + i0 / kSize * kTileKV, 0, count * sizeof(Unit));
+  }
+};
+
+}  // namespace KERNEL_ISA
+}  // namespace tiled_attention

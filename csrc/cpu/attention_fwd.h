@@ -1,0 +1,363 @@
+#pragma once
+// Exact attention, forward: out = softmax(scale * query key^T) value, online softmax over tiles of keys.
+
+#include "schedule.h"
+#include "softmax_block.h"
+
+namespace tiled_attention {
+inline namespace KERNEL_ISA {
+
+#ifndef FWD_TILE_Q
+#define FWD_TILE_Q 96
+#endif
+#ifndef FWD_TILE_KV
+#define FWD_TILE_KV 512
+#endif
+constexpr int kFwdTileQ = (FWD_TILE_Q + kBlockRows - 1) / kBlockRows * kBlockRows, kFwdTileKV = FWD_TILE_KV;
+
+// Keys are summed in splits of this many, each with its own maximum, and the splits added in order: threads can then share the keys of one row.
+#ifndef SPLIT_KV
+#define SPLIT_KV 2048
+#endif
+constexpr int kSplitKV = SPLIT_KV;
+static_assert(kSplitKV % kFwdTileKV == 0 && kFwdTileKV <= ScoreMods<float>::kMaxCols, "");
+
+// Packed keys and values of one kv head, tile by tile: key panels [head_dim][kPanel], then value panels [tile_kv][kPanel].
+template <class Unit>
+struct PackedTiles {
+  enum State : uint8_t { kEmpty, kFinite, kNonfinite };
+  Unit *key, *value;
+  uint8_t* state;  // [tiles]
+  int64_t key_tile, value_tile;  // units of one tile
+  int key_panel, value_panel;    // units of one panel
+  bool single;  // room for one tile only: nothing is kept
+
+  PackedTiles(const AttentionParams& p, bool single, Scratch& scratch) : single(single) {
+    const int rows = min_of(kFwdTileKV, round_up(int(p.seqlen_kv), kPanel<Unit>));
+    const int64_t tiles = single ? 1 : (p.seqlen_kv + kFwdTileKV - 1) / kFwdTileKV;
+    key_panel = units<Unit>(int(p.head_dim)) * kPanel<Unit>;
+    value_panel = units<Unit>(rows) * kPanel<Unit>;
+    key_tile = int64_t(rows / kPanel<Unit>) * key_panel;
+    value_tile = int64_t(round_up(int(p.head_dim_v), kPanel<Unit>) / kPanel<Unit>) * value_panel;
+    key = scratch.take<Unit>(tiles * key_tile);
+    value = scratch.take<Unit>(tiles * value_tile);
+    state = scratch.take<uint8_t>(tiles);
+  }
+  void clear(int64_t seqlen_kv) const { memset(state, kEmpty, single ? 1 : (seqlen_kv + kFwdTileKV - 1) / kFwdTileKV); }
+};
+
+// What one worker needs besides packed tiles.
+template <class T, class Unit, bool kDrop>
+struct ForwardBuffers {
+  using Real = Accumulator<Unit>;
+  TileRow* rows;    // [tile_q]
+  Unit* query;      // [tile_q][query_stride]
+  Real* scores;     // [block][tile_kv], and for bf16 pairs the probabilities apart from them
+  Unit* probs;
+  RowState<Real> state, total;  // of the split, and of the splits before where there are any
+  Philox::Keys* dropout_keys;
+  uint32_t* dropout_bits;       // [block][tile_kv and what row_bits() needs]
+  T *query_temp, *key_temp, *value_temp;  // copies of what has strided columns
+  int query_stride;
+
+  static RowState<Real> take_state(int rows, int out_stride, Scratch& scratch) {
+    RowState<Real> s;
+    s.row_max = scratch.take<Real>(rows + kLanes<Real>);
+    s.row_sum = scratch.take<Real>(rows * kLanes<Real>);
+    s.out = scratch.take<Real>(int64_t(rows) * out_stride);
+    s.out_stride = out_stride;
+    return s;
+  }
+  ForwardBuffers(const AttentionParams& p, Scratch& scratch) {
+    const int out_stride = round_up(int(p.head_dim_v), kLanes<Real>);
+    query_stride = round_up(units<Unit>(int(p.head_dim)), kLanes<Unit>);
+    rows = scratch.take<TileRow>(kFwdTileQ);
+    query = scratch.take<Unit>(int64_t(kFwdTileQ) * query_stride);
+    scores = scratch.take<Real>(kBlockRows * kFwdTileKV);
+    probs = kUnitSize<Unit> == 1 ? (Unit*)scores : scratch.take<Unit>(kBlockRows * kFwdTileKV / 2);
+    state = take_state(kFwdTileQ, out_stride, scratch);
+    total = p.seqlen_kv > kSplitKV ? take_state(kFwdTileQ, out_stride, scratch) : RowState<Real>();
+    dropout_keys = scratch.take<Philox::Keys>(kDrop ? kFwdTileKV / kPhiloxGroup : 0);
+    dropout_bits = scratch.take<uint32_t>(kDrop ? kBlockRows * Dropout::row_bits_size(kFwdTileKV) : 0);
+    query_temp = scratch.take<T>(p.query.col_stride == 1 ? 0 : kFwdTileQ * p.head_dim);
+    key_temp = scratch.take<T>(p.key.col_stride == 1 ? 0 : kFwdTileKV * p.head_dim);
+    value_temp = scratch.take<T>(p.value.col_stride == 1 ? 0 : kFwdTileKV * p.head_dim_v);
+  }
+};
+
+template <class T, class Unit, bool kDrop>
+struct Forward {
+  using Real = Accumulator<Unit>;
+  using V = NativeVec<Real>;
+  using Buffers = ForwardBuffers<T, Unit, kDrop>;
+  using Packed = PackedTiles<Unit>;
+  static constexpr bool kScaled = kUnitSize<Unit> == 1;  // the query carries the factor
+  static constexpr int kBlocks = kFwdTileQ / kBlockRows;
+
+  // How the threads share the call.
+  enum class Sharing {
+    kHeads,   // slices of heads; each worker packs the head it is at
+    kTiles,   // fewer heads than workers: all heads are packed first, by all
+    kSingle,  // one tile of queries per head: nothing packed is used twice
+    kSplits   // the same with few heads: workers share the keys of one tile, split by split
+  };
+  const AttentionParams& p;
+  const ThreadPool& pool;
+  QueryTiles tiles;
+  int64_t heads;
+  Sharing sharing;
+  int slices = 1, splits = 1;
+
+  Forward(const AttentionParams& p, const ThreadPool& pool) : p(p), pool(pool), tiles(p.num_heads / p.num_heads_kv, 0, p.seqlen_q, kFwdTileQ), heads(p.batch * p.num_heads_kv) {
+    const int workers = pool.num_workers;
+    splits = int((p.seqlen_kv + kSplitKV - 1) / kSplitKV);
+    if (tiles.count <= 1) sharing = splits > 1 && heads < 4 * workers && workers > 1 ? Sharing::kSplits : Sharing::kSingle;
+    else {
+      sharing = heads < workers ? Sharing::kTiles : Sharing::kHeads;
+      if (heads % workers != 0 && heads < 4 * workers) slices = min_of(tiles.count, int((4 * workers + heads - 1) / heads));
+    }
+  }
+
+  static size_t buffer_bytes(const AttentionParams& p) {
+    Scratch s(nullptr);
+    Buffers(p, s);
+    return s.used;
+  }
+  size_t packed_bytes(bool single) const {
+    Scratch s(nullptr);
+    Packed(p, single, s);
+    return s.used;
+  }
+  size_t partial_bytes() const {
+    Scratch s(nullptr);
+    Buffers::take_state(kFwdTileQ, round_up(int(p.head_dim_v), kLanes<Real>), s);
+    return s.used;
+  }
+  size_t current_bytes() const { return (pool.num_workers * sizeof(int64_t) + 63) / 64 * 64; }
+  size_t scratch_bytes() const {
+    const bool single = sharing == Sharing::kSingle || sharing == Sharing::kSplits;
+    const int64_t packings = sharing == Sharing::kTiles ? heads : pool.num_workers;
+    return current_bytes() + pool.num_workers * buffer_bytes(p) + packings * packed_bytes(single) + (sharing == Sharing::kSplits ? heads * splits * partial_bytes() : 0);
+  }
+
+  void run(void* memory) const {
+    if (heads == 0 || tiles.count == 0) return;
+    int64_t* current = (int64_t*)memory;  // [workers] the head that each worker has packed
+    for (int i = 0; i < pool.num_workers; i++) current[i] = -1;
+    char* base = (char*)memory + current_bytes();
+    const size_t buffer_size = buffer_bytes(p);
+    char* packed_base = base + pool.num_workers * buffer_size;
+    const auto buffers = [&](int worker) {
+      Scratch s(base + worker * buffer_size);
+      return Buffers(p, s);
+    };
+    const auto packed = [&](int64_t index, bool single) {
+      Scratch s(packed_base + index * packed_bytes(single));
+      return Packed(p, single, s);
+    };
+    if (sharing == Sharing::kTiles) {
+      const int64_t key_tiles = (p.seqlen_kv + kFwdTileKV - 1) / kFwdTileKV;
+      for_each_item(pool, heads * key_tiles, [&](int worker, int64_t item) {
+        const int64_t head = item / key_tiles, tile = item % key_tiles;
+        const Packed to = packed(head, false);
+        to.state[tile] = Packed::kEmpty;
+        pack_tile(head / p.num_heads_kv, head % p.num_heads_kv, int(tile), to, buffers(worker));
+      });
+    }
+    if (sharing == Sharing::kSplits) return run_splits(buffers, packed);
+    for_each_item(pool, heads * slices, [&](int worker, int64_t item) {
+      const int64_t head = item / slices, batch = head / p.num_heads_kv;
+      const int slice = int(item % slices), head_kv = int(head % p.num_heads_kv);
+      const bool single = sharing == Sharing::kSingle;
+      const Packed keys = packed(sharing == Sharing::kTiles ? head : worker, single);
+      if (sharing != Sharing::kTiles && (single || current[worker] != head)) keys.clear(p.seqlen_kv), current[worker] = head;
+      const Buffers buf = buffers(worker);
+      const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
+      const int end = tiles.slice_begin(slice + 1, slices, mask);
+      for (int tile = tiles.slice_begin(slice, slices, mask); tile < end; tile++) {
+        const int rows = tiles.fill(tile, head_kv * tiles.group, mask, buf.rows);
+        query_tile(batch, head_kv, rows, mask, 0, int(p.seqlen_kv), keys, buf);
+        write_rows(batch, rows, p.seqlen_kv > kSplitKV ? buf.total : buf.state, buf.rows);
+      }
+    });
+  }
+
+ private:
+  template <class GetBuffers, class GetPacked>
+  void run_splits(const GetBuffers& buffers, const GetPacked& packed) const {
+    const size_t partial_size = partial_bytes();
+    char* partials = (char*)packed(pool.num_workers, true).key;
+    const auto partial = [&](int64_t index) {
+      Scratch s(partials + index * partial_size);
+      return Buffers::take_state(kFwdTileQ, round_up(int(p.head_dim_v), kLanes<Real>), s);
+    };
+    for_each_item(pool, heads * splits, [&](int worker, int64_t item) {
+      const int64_t head = item / splits, batch = head / p.num_heads_kv;
+      const int split = int(item % splits), head_kv = int(head % p.num_heads_kv);
+      const Packed keys = packed(worker, true);
+      keys.clear(p.seqlen_kv);
+      Buffers buf = buffers(worker);
+      buf.total = partial(item);
+      const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
+      const int rows = tiles.fill(0, head_kv * tiles.group, mask, buf.rows);
+      query_tile(batch, head_kv, rows, mask, split * kSplitKV, min_of(int(p.seqlen_kv), (split + 1) * kSplitKV), keys, buf);
+    });
+    for_each_item(pool, heads, [&](int worker, int64_t head) {
+      const int64_t batch = head / p.num_heads_kv;
+      const Buffers buf = buffers(worker);
+      const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
+      const int rows = tiles.fill(0, int(head % p.num_heads_kv) * tiles.group, mask, buf.rows);
+      const RowState<Real> total = partial(head * splits);
+      for (int split = 1; split < splits; split++)
+        for (int i = 0; i < rows; i++) merge_row(total.from(i), partial(head * splits + split).from(i), int(p.head_dim_v));
+      write_rows(batch, rows, total, buf.rows);
+    });
+  }
+
+  void pack_tile(int64_t batch, int64_t head_kv, int tile, const Packed& to, const Buffers& buf) const {
+    const int at = to.single ? 0 : tile;
+    if (!to.single && to.state[at] != Packed::kEmpty) return;
+    const int begin = tile * kFwdTileKV, rows = min_of(kFwdTileKV, int(p.seqlen_kv) - begin);
+    const auto key = adjacent_columns(matrix<const T>(p, p.key, batch, head_kv), begin, rows, int(p.head_dim), buf.key_temp);
+    const auto value = adjacent_columns(matrix<const T>(p, p.value, batch, head_kv), begin, rows, int(p.head_dim_v), buf.value_temp);
+    pack_transposed(key.data, key.row_stride, rows, int(p.head_dim), to.key + at * to.key_tile, to.key_panel);
+    const bool finite = pack_finite_panels(value.data, value.row_stride, rows, int(p.head_dim_v), to.value + at * to.value_tile, to.value_panel);
+    to.state[at] = finite ? Packed::kFinite : Packed::kNonfinite;
+  }
+
+  // One tile of queries over the keys [kv_from, kv_to), kv_from a multiple of kSplitKV. The result stands in buf.total where there is more
+  // than one split, in buf.state otherwise.
+  void query_tile(int64_t batch, int head_kv, int rows, const RowMask& mask, int kv_from, int kv_to, const Packed& keys, const Buffers& buf) const {
+    const ScoreMods<Real> mods(p, mask, batch);
+    const Real factor = mods.factor();
+    for_each_run(buf.rows, rows, [&](int first, int count) {
+      const auto query = adjacent_columns(matrix<const T>(p, p.query, batch, buf.rows[first].head), buf.rows[first].query, count, int(p.head_dim), buf.query_temp);
+      pack_rows(query.data, query.row_stride, count, int(p.head_dim), factor, buf.query + first * buf.query_stride, buf.query_stride);
+    });
+    const bool many_splits = p.seqlen_kv > kSplitKV;
+    buf.state.clear(kFwdTileQ);
+    if (many_splits) buf.total.clear(kFwdTileQ);
+    const auto add_split = [&] {
+      for (int i = 0; i < rows; i++) merge_row(buf.total.from(i), buf.state.from(i), int(p.head_dim_v));
+      buf.state.clear(kFwdTileQ);
+    };
+
+    BlockKeys blocks[kBlocks];
+    bool started[kBlocks] = {};
+    Interval main = {0, 0}, sinks = {0, 0};
+    for (int i = 0; i < rows; i += kBlockRows) {
+      const BlockKeys& block = blocks[i / kBlockRows] = BlockKeys(buf.rows + i, min_of(kBlockRows, rows - i));
+      main = hull(main, block.main), sinks = hull(sinks, block.sinks);
+    }
+    const Dropout dropout(p.dropout, batch, buf.rows[0].head, buf.dropout_keys);
+    // The tile of keys stays in L2 while the blocks of query rows pass over it; one block of scores stays in L1. Tiles start at multiples
+    // of their size, not where this tile of queries begins to see: a row is the same bits alone and among others.
+    int split = kv_from / kSplitKV, next = kv_from;
+    const Interval ranges[] = {intersect(sinks, kv_from, kv_to), intersect(main, kv_from, kv_to)};
+    for (const Interval range : ranges)
+      for (int kv_begin = max_of(next, round_down(range.begin, kFwdTileKV)); kv_begin < range.end; kv_begin += kFwdTileKV) {
+        next = kv_begin + kFwdTileKV;
+        if (kv_begin / kSplitKV != split) {
+          add_split();
+          for (bool& s : started) s = false;
+          split = kv_begin / kSplitKV;
+        }
+        bool packed = false;
+        for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
+          const BlockKeys& block = blocks[i0 / kBlockRows];
+          const Interval seen = block.within(kv_begin, min_of(kv_begin + kFwdTileKV, kv_to));
+          if (is_empty(seen)) continue;
+          if (!packed) {
+            pack_tile(batch, head_kv, kv_begin / kFwdTileKV, keys, buf);
+            if (kDrop && in_registers()) dropout.begin_tile(kv_begin, min_of(kv_begin + kFwdTileKV, kv_to));
+            packed = true;
+          }
+          block_of_rows(batch, head_kv, i0, min_of(kBlockRows, rows - i0), kv_begin, round_down(seen.begin, kPanel<Unit>), seen.end, block, started[i0 / kBlockRows], mods, dropout, keys, buf);
+          started[i0 / kBlockRows] = true;
+        }
+      }
+    if (many_splits) add_split();
+  }
+
+  bool in_registers() const { return sizeof(Real) == 4 && !tiles.stacked && Dropout::in_registers(p.dropout); }
+
+  // Rows [i0, i0 + rows) of the tile and keys [begin, end) of the key tile at kv_begin.
+  ALWAYS_INLINE void block_of_rows(int64_t batch, int head_kv, int i0, int rows, int kv_begin, int begin, int end, const BlockKeys& block, bool started, const ScoreMods<Real>& mods,
+                                   const Dropout& dropout, const Packed& keys, const Buffers& buf) const {
+    const int cols = round_up(end - begin, kPanel<Unit>), stride = kFwdTileKV / kUnitSize<Unit>, tile = keys.single ? 0 : kv_begin / kFwdTileKV;
+    const TileRow* tile_rows = buf.rows + i0;
+    const Unit* key = keys.key + tile * keys.key_tile + (begin - kv_begin) / kPanel<Unit> * keys.key_panel;
+    const Unit* value = keys.value + tile * keys.value_tile + (begin - kv_begin) / kUnitSize<Unit> * kPanel<Unit>;
+    gemm<Left::RowMajor, Store::Overwrite>(rows, end - begin, units<Unit>(int(p.head_dim)), buf.query + i0 * buf.query_stride, buf.query_stride, key, keys.key_panel, buf.scores, kFwdTileKV);
+
+    Real factor = kScaled ? Real(1) : abs_of(mods.factor());
+    if (mods.any()) mods.apply(tile_rows, rows, begin, end, buf.scores, kFwdTileKV, factor, (Real*)nullptr), factor = Real(1);
+    if (!covers(block.full, begin, begin + cols))
+      for (int i = 0; i < rows; i++) mask_row(buf.scores + i * kFwdTileKV, cols, begin, tile_rows[i].keys);
+
+    const RowState<Real> state = buf.state.from(i0);
+    const uint32_t* bits[kBlockRows];
+    BlockDropout<Real> drop = {&dropout, in_registers(), tile_rows[0].query, (begin - kv_begin) / kPhiloxGroup, bits};
+    if (kDrop && !drop.in_registers) draw_bits(batch, tile_rows, rows, begin, cols, buf, bits);
+    softmax_block<Unit, kDrop>(rows, cols, kFwdTileKV, buf.scores, buf.probs, factor, state, int(p.head_dim_v), drop);
+
+    const int head_dim_v = int(p.head_dim_v);
+    if (started) gemm<Left::RowMajor, Store::Accumulate>(rows, head_dim_v, units<Unit>(end - begin), buf.probs, stride, value, keys.value_panel, state.out, state.out_stride);
+    else gemm<Left::RowMajor, Store::Overwrite>(rows, head_dim_v, units<Unit>(end - begin), buf.probs, stride, value, keys.value_panel, state.out, state.out_stride);
+    if (keys.state[tile] == Packed::kNonfinite)
+      add_nonfinite(mods, tile_rows, rows, begin, end, buf.probs, stride, matrix<const T>(p, p.value, batch, head_kv), head_dim_v, state.out, state.out_stride);
+  }
+
+  static Real abs_of(Real x) { return x < 0 ? -x : x; }
+
+  __attribute__((noinline)) void draw_bits(int64_t batch, const TileRow* rows, int count, int begin, int cols, const Buffers& buf, const uint32_t** bits) const {
+    for (int i = 0; i < count; i++) {
+      const Dropout dropout(p.dropout, batch, rows[i].head, nullptr);
+      bits[i] = dropout.row_bits(rows[i].query, begin, cols, buf.dropout_bits + i * Dropout::row_bits_size(kFwdTileKV));
+    }
+  }
+
+  // out = accumulated / row_sum, lse = ln2 * (row_max + log2(row_sum)); a row that saw nothing gets 0 and -inf.
+  void write_rows(int64_t batch, int rows, const RowState<Real>& state, const TileRow* tile_rows) const {
+    constexpr int kN = V::kLanes;
+    alignas(64) Real inverse[kN], lse[kN];
+    const Real keep = Real(kDrop ? inverse_keep_of(p.dropout.p) : 1);
+    for (int i = 0; i < rows; i++) {
+      if (i % kN == 0) {
+        for (int k = 0; k < kN; k++) {
+          const bool exists = i + k < rows;
+          if (exists && p.sinks)
+            add_sink(Real(((const Real*)p.sinks)[tile_rows[i + k].head] * kLog2e), state.row_max[i + k], state.row_sum + (i + k) * kN, state.out + int64_t(i + k) * state.out_stride, int(p.head_dim_v));
+          inverse[k] = exists ? reduce_add(V::load(state.row_sum + (i + k) * kN)) : Real(1);
+        }
+        ((V::load(state.row_max + i) + log2(V::load(inverse))) * V(Real(kLn2))).store(lse);
+        (V(Real(1)) / V::load(inverse)).store(inverse);
+      }
+      const int64_t head = tile_rows[i].head, query = tile_rows[i].query;
+      const bool empty = state.row_max[i] == Real(-INFINITY) && inverse[i % kN] == Real(INFINITY);
+      if (p.lse) ((Real*)p.lse)[(batch * p.num_heads + head) * p.seqlen_q + query] = empty ? Real(-INFINITY) : lse[i % kN];
+      Real* row = state.out + int64_t(i) * state.out_stride;
+      if (empty) memset(row, 0, p.head_dim_v * sizeof(Real));
+      const Matrix<T> out = matrix<T>(p, p.out, batch, head);
+      const Real scale = empty ? Real(1) : inverse[i % kN] * keep;
+      store_row(row, int(p.head_dim_v), scale, out.row(query), out.col_stride);
+      if constexpr (sizeof(T) == 2)
+        if (p.residual.data) store_residual(row, scale, matrix<T>(p, p.residual, batch, head), query);
+    }
+  }
+
+  // What rounding to T took from row * scale.
+  void store_residual(Real* row, Real scale, const Matrix<T>& residual, int64_t query) const {
+    for (int d = 0; d < p.head_dim_v; d += V::kLanes) {
+      T rounded[V::kLanes];
+      const V x = V::load(row + d) * V(scale);
+      store_converted(x, rounded);
+      const V rest = x - load_converted(rounded);
+      V(rest.v == rest.v ? rest.v : V(Real(0)).v).store(row + d);  // inf - inf
+    }
+    store_row(row, int(p.head_dim_v), Real(1), residual.row(query), residual.col_stride);
+  }
+};
+
+}  // namespace KERNEL_ISA
+}  // namespace tiled_attention

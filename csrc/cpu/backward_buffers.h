@@ -1,0 +1,165 @@
+#pragma once
+// Memory of the backward pass, and how a head is cut into chunks of queries.
+
+#include "schedule.h"
+#include "dropout.h"
+
+namespace tiled_attention {
+inline namespace KERNEL_ISA {
+
+#ifndef BWD_TILE_Q
+#define BWD_TILE_Q 96
+#endif
+#ifndef BWD_TILE_KV
+#define BWD_TILE_KV 256
+#endif
+#ifndef BWD_CHUNK_ROWS
+#define BWD_CHUNK_ROWS 96
+#endif
+constexpr int kBwdTileQ = (BWD_TILE_Q + kBlockRows - 1) / kBlockRows * kBlockRows, kBwdTileKV = BWD_TILE_KV, kMaxChunks = 4;
+
+// How the heads of a call are shared out. A function of the shape alone, so that sums have one order.
+//   groups > 0: groups of heads at the same time, the heads of a group one after the other because they add to the same elements of grad_bias;
+//   groups == 0: one head after the other, its queries in `chunks` at the same time, each with sums of its own.
+struct BackwardPlan {
+  int64_t groups, heads_of_group;
+  int chunks;
+  bool over_batch;  // a group is one head of every batch item; otherwise all heads of one item, or one head
+
+  explicit BackwardPlan(const AttentionBackwardParams& params) {
+    const AttentionParams& p = params.forward;
+    const int64_t heads = p.batch * p.num_heads_kv;
+    const bool over_heads = params.grad_bias.data && p.num_heads_kv > 1 && params.grad_bias.head_stride == 0;
+    over_batch = false;
+    for (int d = 0; d < p.num_batch_dims; d++)
+      if (params.grad_bias.data && p.batch_sizes[d] > 1 && params.grad_bias.batch_strides[d] == 0) over_batch = true;
+    groups = over_heads && over_batch ? 1 : over_heads ? p.batch : over_batch ? p.num_heads_kv : heads;
+    heads_of_group = heads / max_of(groups, int64_t(1));
+    // Few groups: chunks, for threads to share. Their sums have to be added, so no more than that needs.
+    const int64_t rows = over_heads || over_batch ? BWD_CHUNK_ROWS / 4 : BWD_CHUNK_ROWS;
+    chunks = groups >= 8 ? 1 : int(min_of(max_of(int64_t(1), p.seqlen_q / rows), int64_t(groups >= 4 ? 2 : kMaxChunks)));
+    if (chunks > 1) groups = 0;
+  }
+  int64_t head(int64_t group, int64_t i) const { return over_batch ? i * groups + group : group * heads_of_group + i; }
+};
+// Chunk i holds the queries [chunk_begin(i), chunk_begin(i + 1)): about equal numbers of visible pairs, whole register blocks.
+inline int chunk_begin(int chunk, int chunks, int seqlen_q, const RowMask& mask) {
+  if (chunk <= 0) return 0;
+  if (chunk >= chunks) return seqlen_q;
+  int64_t total = 0, sum = 0;
+  const auto weight = [&](int i) { return visible_keys(mask.row(i)) + 16; };
+  for (int i = 0; i < seqlen_q; i += kBlockRows) total += weight(i);
+  int i = 0;
+  while (i < seqlen_q && (sum += weight(i)) * chunks <= total * chunk) i += kBlockRows;
+  return min_of(i, seqlen_q);
+}
+
+// One kv head. *_transposed: panels of keys, reduction over head_dim. key: panels of columns, reduction over keys, 0 for what is not finite.
+template <class Unit>
+struct BackwardPacked {
+  Unit *key_transposed, *value_transposed, *key;
+  bool* key_finite;  // [tiles of keys]
+  int64_t key_transposed_stride, value_transposed_stride, key_stride;
+
+  BackwardPacked(const AttentionParams& p, Scratch& scratch) {
+    constexpr int P = kPanel<Unit>;
+    const int seqlen = int(p.seqlen_kv), key_panels = round_up(seqlen, P) / P, dim_panels = round_up(int(p.head_dim), P) / P;
+    key_transposed_stride = int64_t(units<Unit>(int(p.head_dim))) * P;
+    value_transposed_stride = int64_t(units<Unit>(int(p.head_dim_v))) * P;
+    key_stride = int64_t(units<Unit>(seqlen)) * P;
+    key_transposed = scratch.take<Unit>(key_panels * key_transposed_stride);
+    value_transposed = scratch.take<Unit>(key_panels * value_transposed_stride);
+    key = scratch.take<Unit>(dim_panels * key_stride);
+    key_finite = scratch.take<bool>((seqlen + kBwdTileKV - 1) / kBwdTileKV);
+  }
+};
+
+// What one chunk adds up for one kv head.
+template <class Real>
+struct BackwardSums {
+  Real *grad_key, *grad_value;     // [seqlen_kv][stride]
+  Real* bias_columns = nullptr;    // [group][seqlen_kv], where the gradient of bias has no rows
+  int64_t key_stride, value_stride, num_columns;
+
+  BackwardSums(const AttentionBackwardParams& params, Scratch& scratch) {
+    const AttentionParams& p = params.forward;
+    const int64_t padded = p.seqlen_kv + kBlockRows;
+    key_stride = round_up(int(p.head_dim), kLanes<Real>);
+    value_stride = round_up(int(p.head_dim_v), kLanes<Real>);
+    grad_key = scratch.take<Real>(padded * key_stride);
+    grad_value = scratch.take<Real>(padded * value_stride);
+    num_columns = p.num_heads / p.num_heads_kv * p.seqlen_kv;
+    if (params.grad_bias.data && params.grad_bias.row_stride == 0) bias_columns = scratch.take<Real>(num_columns);
+  }
+  void clear(int64_t seqlen_kv) const {
+    memset(grad_key, 0, seqlen_kv * key_stride * sizeof(Real));
+    memset(grad_value, 0, seqlen_kv * value_stride * sizeof(Real));
+    if (bias_columns) memset(bias_columns, 0, num_columns * sizeof(Real));
+  }
+  // Adds the rows [begin, end) of another chunk.
+  void add(const BackwardSums& other, int begin, int end) const {
+    using V = NativeVec<Real>;
+    const auto add_rows = [&](Real* to, const Real* from, int64_t stride) {
+      for (int64_t i = begin * stride; i < end * stride; i += V::kLanes) (V::load(to + i) + V::load(from + i)).store(to + i);
+    };
+    add_rows(grad_key, other.grad_key, key_stride);
+    add_rows(grad_value, other.grad_value, value_stride);
+  }
+};
+
+// One worker: a tile of queries as rows (left operand, reduction over head_dim) and as panels (right operand, reduction over queries), and
+// one tile of scores. The two gradients of the kv side read it transposed, grad_query reads the rows of one block. With bf16 pairs these are
+// different layouts; otherwise all are views of the same two [tile_q][tile_kv] arrays.
+template <class T, class Unit, bool kDrop>
+struct BackwardBuffers {
+  using Real = Accumulator<Unit>;
+  TileRow* rows;  // [tile_q]
+  Unit *query_rows, *query_panels, *grad_out_rows, *grad_out_panels;
+  Real *grad_query, *row_lse, *row_delta, *row_slope, *row_sink;
+  Unit *probs, *grad_scores, *grad_score_rows;
+  Real *block_scores, *block_grad_scores;
+  Real* tanhs;  // [block][tile_kv]
+  Philox::Keys* dropout_keys;
+  uint32_t* dropout_bits;
+  T *query_temp, *grad_out_temp, *key_temp, *value_temp;
+  int query_stride, grad_out_stride;
+  int64_t tile_stride;
+
+  BackwardBuffers(const AttentionBackwardParams& params, Scratch& scratch) {
+    const AttentionParams& p = params.forward;
+    constexpr int P = kPanel<Unit>, kSize = kUnitSize<Unit>;
+    const int head_dim = int(p.head_dim), head_dim_v = int(p.head_dim_v);
+    query_stride = round_up(units<Unit>(head_dim), kLanes<Unit>);
+    grad_out_stride = round_up(units<Unit>(head_dim_v), kLanes<Unit>);
+    tile_stride = int64_t(kBwdTileQ / kSize) * P;
+    rows = scratch.take<TileRow>(kBwdTileQ);
+    query_rows = scratch.take<Unit>(int64_t(kBwdTileQ) * query_stride);
+    grad_out_rows = scratch.take<Unit>(int64_t(kBwdTileQ) * grad_out_stride);
+    query_panels = scratch.take<Unit>(round_up(head_dim, P) / P * tile_stride);
+    grad_out_panels = scratch.take<Unit>(round_up(head_dim_v, P) / P * tile_stride);
+    grad_query = scratch.take<Real>(int64_t(kBwdTileQ) * round_up(head_dim, kLanes<Real>));
+    row_lse = scratch.take<Real>(kBwdTileQ);
+    row_delta = scratch.take<Real>(kBwdTileQ);
+    row_slope = scratch.take<Real>(kBwdTileQ);
+    row_sink = scratch.take<Real>(kBwdTileQ);
+    probs = scratch.take<Unit>(kBwdTileQ * kBwdTileKV / kSize + kLanes<Unit>);
+    grad_scores = scratch.take<Unit>(kBwdTileQ * kBwdTileKV / kSize + kLanes<Unit>);
+    tanhs = scratch.take<Real>(p.softcap > 0 ? kBlockRows * kBwdTileKV : 0);
+    dropout_keys = scratch.take<Philox::Keys>(kDrop ? kBwdTileKV / kPhiloxGroup : 0);
+    dropout_bits = scratch.take<uint32_t>(kDrop ? Dropout::row_bits_size(kBwdTileKV) : 0);
+    query_temp = scratch.take<T>(kBwdTileQ * p.head_dim);
+    grad_out_temp = scratch.take<T>(kBwdTileQ * p.head_dim_v);
+    key_temp = scratch.take<T>(p.key.col_stride == 1 ? 0 : kBwdTileKV * p.head_dim);
+    value_temp = scratch.take<T>(p.value.col_stride == 1 ? 0 : kBwdTileKV * p.head_dim_v);
+    if (kSize == 1) {
+      grad_score_rows = nullptr, block_scores = block_grad_scores = nullptr;
+      return;
+    }
+    grad_score_rows = scratch.take<Unit>(kBlockRows * kBwdTileKV / kSize);
+    block_scores = scratch.take<Real>(kBlockRows * kBwdTileKV);
+    block_grad_scores = scratch.take<Real>(kBlockRows * kBwdTileKV);
+  }
+};
+
+}  // namespace KERNEL_ISA
+}  // namespace tiled_attention

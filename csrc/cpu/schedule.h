@@ -1,0 +1,88 @@
+#pragma once
+// How a call is cut into items for the threads, and how a head is cut into tiles of query rows.
+
+#include "kernels.h"
+#include "score_block.h"
+
+namespace tiled_attention {
+inline namespace KERNEL_ISA {
+
+// Calls f(worker, item) for every item; workers take the next one as they become free.
+template <class F>
+inline void for_each_item(const ThreadPool& pool, int64_t items, const F& f) {
+  struct Context {
+    const F* f;
+    int64_t items, next;
+  } context = {&f, items, 0};
+  const auto body = [](void* memory, int worker) {
+    Context& c = *(Context*)memory;
+    for (int64_t item; (item = __atomic_fetch_add(&c.next, 1, __ATOMIC_RELAXED)) < c.items;) (*c.f)(worker, item);
+  };
+  if (pool.num_workers <= 1 || items <= 1) return body(&context, 0);
+  pool.run(int(items < pool.num_workers ? items : pool.num_workers), body, &context);
+}
+
+// Query rows of one kv head, `group` query heads of rows [first_query, first_query + seqlen) each, in tiles of up to `tile_rows`. Short
+// heads stand in one tile together, so that they share what is read of the keys.
+struct QueryTiles {
+  int group, first_query, seqlen, tile_rows, tiles_per_head, count;
+  bool stacked;
+
+  QueryTiles(int64_t group, int first_query, int64_t seqlen, int tile_rows) : group(int(group)), first_query(first_query), seqlen(int(seqlen)), tile_rows(tile_rows) {
+    stacked = group > 1 && seqlen < tile_rows;
+    tiles_per_head = int((seqlen + tile_rows - 1) / tile_rows);
+    count = stacked ? int((group * seqlen + tile_rows - 1) / tile_rows) : int(group) * tiles_per_head;
+  }
+
+  // Fills rows[] of one tile; heads count from `first_head`. Returns how many there are.
+  int fill(int tile, int first_head, const RowMask& mask, TileRow* rows) const {
+    int head = 0, query = 0, size = 0;
+    locate(tile, head, query, size);
+    for (int i = 0; i < size; i++) {
+      rows[i] = {first_head + head, first_query + query, mask.row(first_query + query)};
+      if (++query == seqlen) query = 0, head++;
+    }
+    return size;
+  }
+  // Visible pairs of the tile, from its first and last row: a weight to balance by.
+  int64_t weight(int tile, const RowMask& mask) const {
+    int head = 0, query = 0, size = 0;
+    locate(tile, head, query, size);
+    const int last = stacked ? query : query + size - 1;
+    return (visible_keys(mask.row(first_query + query)) + visible_keys(mask.row(first_query + last)) + 64) * size;
+  }
+  // Tiles [slice_begin(i), slice_begin(i + 1)) are slice i of `slices` of about equal weight.
+  int slice_begin(int slice, int slices, const RowMask& mask) const {
+    if (slice <= 0) return 0;
+    if (slice >= slices) return count;
+    int64_t total = 0, sum = 0;
+    for (int t = 0; t < count; t++) total += weight(t, mask);
+    int t = 0;
+    while (t < count && (sum += weight(t, mask)) * slices <= total * slice) t++;
+    return t;
+  }
+
+ private:
+  void locate(int tile, int& head, int& query, int& size) const {
+    if (stacked) {
+      const int row = tile * tile_rows;
+      head = row / seqlen, query = row % seqlen, size = min_of(tile_rows, group * seqlen - row);
+    } else {
+      head = tile / tiles_per_head, query = tile % tiles_per_head * tile_rows, size = min_of(tile_rows, seqlen - query);
+    }
+  }
+};
+
+// Calls f(first, count) for each run of rows of one head with adjacent queries.
+template <class F>
+ALWAYS_INLINE void for_each_run(const TileRow* rows, int count, const F& f) {
+  for (int first = 0; first < count;) {
+    int end = first + 1;
+    while (end < count && rows[end].head == rows[first].head && rows[end].query == rows[end - 1].query + 1) end++;
+    f(first, end - first);
+    first = end;
+  }
+}
+
+}  // namespace KERNEL_ISA
+}  // namespace tiled_attention

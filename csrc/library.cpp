@@ -1,0 +1,84 @@
+// The schemas of all operators, and the operators without tensors. A program that is not Python loads this library and
+// calls attention_fwd and attention_bwd itself: the autograd formula is registered from Python.
+
+#include <pthread.h>
+
+#include <atomic>
+#include <string>
+
+#include "checks.h"
+#include "cpu/kernels.h"
+#include "threads.h"
+
+namespace tiled_attention {
+namespace {
+
+std::atomic<bool> forked{false};
+[[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
+
+std::string isa_in_use() { return kernels().isa; }
+
+// Worst first, separated by spaces.
+std::string isa_names() {
+  const char* names[4];
+  const int count = available_isas(names);
+  std::string text;
+  for (int i = 0; i < count; ++i) text.append(i ? " " : "").append(names[i]);
+  return text;
+}
+
+void set_isa(std::string_view isa) {
+  const Kernels* found = find_kernels(std::string(isa).c_str());
+  if (!found) fail("isa must be one of ", isa_names(), ", got ", isa);
+  set_kernels(*found);
+}
+
+// GFLOP/s of one thread; dtype 0 float32, 1 float64, 2 bfloat16, 3 float16.
+double peak(int64_t dtype) {
+  if (dtype < 0 || dtype > 3) fail("dtype must be 0 (float32), 1 (float64), 2 (bfloat16) or 3 (float16), got ", dtype);
+  return kernels().peak(static_cast<DType>(dtype));
+}
+
+void poison(bool on) { poison_buffers = on; }
+
+}  // namespace
+
+bool in_forked_child() { return forked.load(std::memory_order_relaxed); }
+
+}  // namespace tiled_attention
+
+// How a row's score is made: dtypes and shapes as in docs/semantics.md.
+#define MASKS_AND_SCORES(SINKS)                                                                                   \
+  "Tensor? mask, Tensor? bias, Tensor? alibi_slopes, " SINKS "Tensor? key_lengths, Tensor? documents, "           \
+  "Tensor? query_offset, Tensor? dropout_seed, float scale, float softcap, float dropout_p, SymInt[] intervals, " \
+  "SymInt[] dropout_offsets"
+#define ATTENTION_ARGUMENTS "Tensor query, Tensor key, Tensor value, " MASKS_AND_SCORES("Tensor? sinks, ")
+
+STABLE_TORCH_LIBRARY(tiled_attention, m) {
+  // No autograd formula: inference, and the eager autograd function inside itself.
+  m.def("attention_fwd(" ATTENTION_ARGUMENTS ", bool with_residual) -> (Tensor out, Tensor lse, Tensor residual)");
+  // The same, for compiled code: carries the autograd formula.
+  m.def("attention(" ATTENTION_ARGUMENTS ", bool with_residual) -> (Tensor out, Tensor lse, Tensor residual)");
+  // Bit i of `gradients`: the i-th result is wanted.
+  m.def("attention_bwd(Tensor grad_out, Tensor? grad_lse, " ATTENTION_ARGUMENTS
+        ", Tensor out, Tensor lse, Tensor residual, int gradients) -> (Tensor grad_query, Tensor grad_key, "
+        "Tensor grad_value, Tensor grad_bias, Tensor grad_alibi_slopes, Tensor grad_sinks)");
+  m.def("attention_weights(Tensor query, Tensor key, " MASKS_AND_SCORES("") ", Tensor lse, Tensor? rows, bool average) -> Tensor");
+  m.def("dropout_mask(Tensor seed, float dropout_p, SymInt batch, SymInt num_heads, SymInt seqlen_q, SymInt seqlen_kv, "
+        "SymInt[] dropout_offsets) -> Tensor");
+  m.def("_mask_dense(SymInt[] intervals, Tensor? key_lengths, Tensor? documents, Tensor? query_offset, SymInt batch, "
+        "SymInt seqlen_q, SymInt seqlen_kv) -> Tensor");
+  m.def("_isa() -> str");
+  m.def("_available_isas() -> str");
+  m.def("_set_isa(str isa) -> ()");
+  m.def("_peak(int dtype) -> float");
+  m.def("_poison(bool on) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(tiled_attention, CompositeExplicitAutograd, m) {
+  m.impl("_isa", TORCH_BOX(&tiled_attention::isa_in_use));
+  m.impl("_available_isas", TORCH_BOX(&tiled_attention::isa_names));
+  m.impl("_set_isa", TORCH_BOX(&tiled_attention::set_isa));
+  m.impl("_peak", TORCH_BOX(&tiled_attention::peak));
+  m.impl("_poison", TORCH_BOX(&tiled_attention::poison));
+}

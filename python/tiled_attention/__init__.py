@@ -1,0 +1,31 @@
+"""Attention operators for PyTorch with exact gradients: `import tiled_attention as ta`."""
+
+from . import numpy_reference, reference
+from .attention import attention, dropout_mask, merge_attention
+from .convert import convert
+from .masks import Causal, Chunked, Documents, KeyLengths, Mask, PrefixLM, Sinks, SlidingWindow
+from .multihead_attention import MultiheadAttention
+from .override import override_sdpa
+from .sdpa import scaled_dot_product_attention
+from .weights import attention_weights
+
+__all__ = [
+    "Causal",
+    "Chunked",
+    "Documents",
+    "KeyLengths",
+    "Mask",
+    "MultiheadAttention",
+    "PrefixLM",
+    "Sinks",
+    "SlidingWindow",
+    "attention",
+    "attention_weights",
+    "convert",
+    "dropout_mask",
+    "merge_attention",
+    "numpy_reference",
+    "override_sdpa",
+    "reference",
+    "scaled_dot_product_attention",
+]

@@ -1,0 +1,26 @@
+"""The command line: `python -m tiled_attention info | compare`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    from .compare import command
+
+    parser = argparse.ArgumentParser(prog="python -m tiled_attention", description="Exact attention for PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="print build, instruction set, versions and threads")
+    compare = commands.add_parser("compare", help="compare with F.scaled_dot_product_attention and nn.MultiheadAttention")
+    command.add_arguments(compare)
+    arguments = parser.parse_args(argv)
+    if arguments.command == "info":
+        from . import info
+
+        return info.run()
+    return command.run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

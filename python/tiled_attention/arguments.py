@@ -1,0 +1,52 @@
+"""What every operator takes besides its tensors of results: one tuple with named fields, in the order of the schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+UNBOUNDED = 1 << 40
+NO_INTERVALS = (UNBOUNDED, UNBOUNDED, UNBOUNDED, UNBOUNDED, UNBOUNDED, -1, 0, UNBOUNDED, 0, 0)
+
+
+class Arguments(NamedTuple):
+    """The arguments of `attention_fwd`, `attention` and `attention_bwd` in schema order."""
+
+    query: Tensor  # (..., num_heads, seqlen_q, head_dim)
+    key: Tensor  # (..., num_heads_kv, seqlen_kv, head_dim)
+    value: Tensor | None  # (..., num_heads_kv, seqlen_kv, head_dim_v); None where only scores count
+    mask: Tensor | None  # bool, broadcastable to (..., num_heads, seqlen_q, seqlen_kv)
+    bias: Tensor | None  # float, broadcastable likewise
+    alibi_slopes: Tensor | None  # Real (num_heads,)
+    sinks: Tensor | None  # Real (num_heads,)
+    key_lengths: Tensor | None  # int64 (batch,)
+    documents: Tensor | None  # int64 (num_documents + 1,)
+    query_offset: Tensor | None  # int64 (batch,), replaces intervals[0]
+    dropout_seed: Tensor | None  # int64 ()
+    scale: float
+    softcap: float  # 0: none
+    dropout_p: float
+    intervals: Sequence[int]  # [] or query_offset, window_left, window_right, limit_left, limit_right, prefix, chunk, key_end, num_sinks, top_left
+    dropout_offsets: Sequence[int]  # [] or batch, head, query, key
+
+
+DIFFERENTIABLE = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
+
+
+class Gradients(NamedTuple):
+    """The results of `attention_bwd`, and tangents of its namesakes."""
+
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    bias: Tensor | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, lse, slopes and sinks: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

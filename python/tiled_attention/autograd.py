@@ -1,0 +1,195 @@
+"""Derivatives in eager mode: autograd functions over the operators, differentiable any number of times, forward and reverse, and under torch.func."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import batching, derivatives
+from .arguments import Arguments, Gradients
+from .library import ops
+
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_functorch_active = torch._C._are_functorch_transforms_active
+_TENSORS = 11  # leading fields of Arguments that are tensors
+_POSITIONS = (0, 1, 2, 4, 5, 6)  # of the differentiable arguments, in the order of Gradients
+
+
+def is_differentiating() -> bool:
+    """Whether something beyond the first backward pass may be asked of what runs now."""
+    return torch.is_grad_enabled() or _functorch_active() or forward_ad._current_level >= 0
+
+
+def _save(ctx: Any, args: Arguments, *others: Tensor | None) -> None:
+    tensors = (*args[:_TENSORS], *others)
+    ctx.options = args[_TENSORS:]
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _saved(ctx: Any) -> tuple[Arguments, tuple[Tensor, ...]]:
+    tensors = ctx.saved_tensors
+    return Arguments(*tensors[:_TENSORS], *ctx.options), tensors[_TENSORS:]
+
+
+def _saved_primals(ctx: Any) -> tuple[Arguments, tuple[Tensor, ...]]:
+    """As `_saved`, without the tangents of this level of forward mode. Those of outer levels stay, and torch drops them while jvp runs unless the
+    formula is computed under `_outer_levels()`."""
+    tensors = [None if tensor is None else forward_ad.unpack_dual(tensor, level=0).primal for tensor in ctx.saved_tensors]
+    return Arguments(*tensors[:_TENSORS], *ctx.options), tuple(tensors[_TENSORS:])
+
+
+def _outer_levels() -> Any:
+    return forward_ad._set_fwd_grad_enabled(True)
+
+
+def _spread(gradients: Gradients) -> list[Tensor | None]:
+    """Per field of Arguments."""
+    result: list[Tensor | None] = [None] * len(Arguments._fields)
+    for at, gradient in zip(_POSITIONS, gradients):
+        result[at] = gradient
+    return result
+
+
+def _pick(per_argument: Any) -> Gradients:
+    return Gradients(*(per_argument[at] for at in _POSITIONS))
+
+
+class Attention(torch.autograd.Function):
+    """Arguments -> (out, lse, residual)."""
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        with _below_autograd():
+            return ops.attention_fwd(*args, True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output[2])
+        _save(ctx, Arguments(*inputs), *output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
+        args, (out, lse, residual) = _saved(ctx)
+        return tuple(_spread(attention_gradients(grad_out, grad_lse, args, out, lse, residual, _pick(ctx.needs_input_grad))))
+
+    @staticmethod
+    def jvp(ctx: Any, *directions: Any) -> Any:
+        args, (_, lse, _) = _saved_primals(ctx)
+        with _outer_levels():
+            return (*derivatives.tangents(args, lse, _pick(directions)), None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return batching.map_forward(Attention.apply, info.batch_size, in_dims, args)
+
+
+def attention_gradients(
+    grad_out: Tensor | None, grad_lse: Tensor | None, args: Arguments, out: Tensor, lse: Tensor, residual: Tensor, wanted: Any
+) -> Gradients:
+    """The wanted gradients, themselves differentiable."""
+    if grad_out is None and grad_lse is None:
+        return Gradients(*(None,) * 6)
+    if grad_out is None:
+        grad_out = out.new_zeros(()).expand(out.shape)
+    bits = sum(bool(want) << at for at, want in enumerate(wanted))
+    flat = (grad_out, grad_lse, *args, out, lse, residual, bits)
+    results = AttentionBackward.apply(*flat) if is_differentiating() else AttentionBackward.forward(*flat)
+    return Gradients(*(result if want else None for result, want in zip(results, wanted)))
+
+
+class AttentionBackward(torch.autograd.Function):
+    """(grad_out, grad_lse, Arguments, out, lse, residual, gradients) -> Gradients. out and lse count as functions of the arguments."""
+
+    @staticmethod
+    def forward(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+        with _below_autograd():
+            return ops.attention_bwd(grad_out, None if grad_lse is None else grad_lse.contiguous(), *args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        grad_out, grad_lse, *args, _, lse, _, gradients = inputs
+        ctx.wanted = tuple(bool(gradients >> at & 1) for at in range(6))
+        ctx.mark_non_differentiable(*(result for result, want in zip(output, ctx.wanted) if not want))
+        _save(ctx, Arguments(*args), grad_out, grad_lse, lse)
+
+    @staticmethod
+    def backward(ctx: Any, *directions: Any) -> Any:
+        args, (grad_out, grad_lse, lse) = _saved(ctx)
+        needed = ctx.needs_input_grad
+        wanted = tuple(_pick(needed[2:]))
+        moving = Gradients(*directions)
+        grad_out_cotangent = grad_lse_cotangent = None
+        if all(direction is None for direction in directions):
+            return (None,) * len(needed)
+        if needed[0] or needed[1]:
+            grad_out_cotangent, grad_lse_cotangent = derivatives.tangents(args, lse, moving)
+        cotangents = Gradients(*(None,) * 6)
+        if any(wanted):
+            cotangents = derivatives.gradient_tangents(args, lse, grad_out, grad_lse, moving, None, None, wanted)
+        return (
+            grad_out_cotangent if needed[0] else None,
+            grad_lse_cotangent if needed[1] else None,
+            *_spread(cotangents),
+            *(None,) * 4,
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, grad_out_t: Tensor | None, grad_lse_t: Tensor | None, *directions: Any) -> Any:
+        args, (grad_out, grad_lse, lse) = _saved_primals(ctx)
+        with _outer_levels():
+            return tuple(
+                derivatives.gradient_tangents(args, lse, grad_out, grad_lse, _pick(directions), grad_out_t, grad_lse_t, ctx.wanted)
+            )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return batching.map_backward(AttentionBackward.apply, info.batch_size, in_dims, args)
+
+
+class AttentionWeights(torch.autograd.Function):
+    """(score arguments, lse, rows, average) -> exp(score - lse), dropped; lse counts as an argument of its own.
+
+    The score arguments are those of the operator: Arguments without value and sinks.
+    """
+
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        with _below_autograd():
+            return ops.attention_weights(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *args, lse, rows, ctx.average = inputs
+        _save(ctx, _without_value(args), lse, rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad_weights: Tensor | None) -> Any:
+        if grad_weights is None:
+            return (None,) * 17
+        args, (lse, rows) = _saved(ctx)
+        needed = ctx.needs_input_grad
+        wanted = (needed[0], needed[1], False, needed[3], needed[4], False)
+        gradients, grad_lse = derivatives.weights_gradients(args, lse, grad_weights, ctx.average, rows, wanted)
+        by_score = (gradients.query, gradients.key, None, gradients.bias, gradients.alibi_slopes, *(None,) * 9)
+        return (*by_score, grad_lse if needed[14] else None, None, None)
+
+    @staticmethod
+    def jvp(ctx: Any, *directions: Any) -> Any:
+        args, (lse, rows) = _saved_primals(ctx)
+        moving = Gradients(directions[0], directions[1], None, directions[3], directions[4], None)
+        with _outer_levels():
+            return derivatives.weights_tangent(args, lse, moving, directions[14], ctx.average, rows)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return batching.map_weights(AttentionWeights.apply, info.batch_size, in_dims, args)
+
+
+def _without_value(score_args: Any) -> Arguments:
+    query, key, mask, bias, alibi_slopes, *others = score_args
+    return Arguments(query, key, None, mask, bias, alibi_slopes, None, *others)

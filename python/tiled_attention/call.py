@@ -1,0 +1,182 @@
+"""From the arguments of the public functions to those of the operators: checks, lowering, autocast, and which operator runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import compiled, fake  # noqa: F401  (registrations)
+from .arguments import Arguments, real_dtype
+from .autograd import Attention
+from .library import ops
+from .masks import Mask, lower
+from .seeds import draw_seed
+
+below_autograd = torch._C._AutoDispatchBelowAutograd
+run_forward = ops.attention_fwd.default._op  # past the Python part of OpOverload.__call__
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_functorch_active = torch._C._are_functorch_transforms_active
+_autocast_active = torch._C._is_any_autocast_enabled
+
+
+def runs_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether a call with these three tensors alone is neither traced, transformed, cast nor recorded."""
+    return not (
+        _is_compiling()
+        or _autocast_active()
+        or _functorch_active()
+        or forward_ad._current_level >= 0
+        or (_is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+    )
+
+
+def forward(args: Arguments) -> tuple[Tensor, Tensor]:
+    """(out, lse) by the operator that the situation asks for."""
+    if _is_compiling():
+        out, lse, _ = ops.attention(*args, _is_grad_enabled())
+    elif needs_derivatives(args):
+        out, lse, _ = Attention.apply(*args)
+    else:
+        with below_autograd():
+            out, lse, _ = run_forward(*args, False)
+    return out, lse
+
+
+def needs_derivatives(args: Sequence[Any]) -> bool:
+    """Whether an eager call must be recorded or transformed."""
+    if _functorch_active() or forward_ad._current_level >= 0:
+        return True
+    return _is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+
+
+def default_scale(head_dim: int) -> float:
+    return int(head_dim) ** -0.5 if head_dim else 1.0
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    mask: Mask | Tensor | None,
+    bias: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    generator: torch.Generator | None,
+    query_offset: int | Sequence[int] | Tensor | None,
+) -> Arguments:
+    """The operator's arguments, with everything checked that the operator does not check; draws the seed of dropout."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) and not (tensor is None and name == "value"):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if query.dim() < 3:
+        raise ValueError(f"query must have shape (..., num_heads, seqlen_q, head_dim), got {tuple(query.shape)}")
+    if key.dim() != query.dim():
+        raise ValueError(f"key must have the rank of query, got key {tuple(key.shape)} and query {tuple(query.shape)}")
+    if not query.dtype.is_floating_point:
+        raise TypeError(f"query must be float32, float64, bfloat16 or float16, got {query.dtype}")
+    if _autocast_active():
+        query, key, value = (cast_for_autocast(tensor) for tensor in (query, key, value))
+    scale = default_scale(query.shape[-1]) if scale is None else check_number("scale", scale, "a finite number", math.isfinite)
+    softcap = 0.0 if softcap is None else check_number("softcap", softcap, "a finite number > 0", lambda x: math.isfinite(x) and x > 0)
+    dropout_p = check_dropout_p(dropout_p)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+
+    real = real_dtype(query.dtype)
+    if bias is not None:
+        bias = check_float("bias", bias, " (a bool tensor is passed as mask=)")
+        if bias.dtype not in (real, torch.bfloat16, torch.float16):
+            bias = bias.to(real)
+    if alibi_slopes is not None:
+        alibi_slopes = _per_head("alibi_slopes", alibi_slopes, query, real)
+    if sinks is not None:
+        sinks = _per_head("sinks", sinks, query, real)
+    if isinstance(mask, Tensor) and mask.dtype.is_floating_point:
+        raise TypeError(f"mask must be a bool tensor (True = attend) or a mask of tiled_attention, got {mask.dtype}: pass scores to add as bias=")
+    if query_offset is not None:
+        query_offset = _offsets(query_offset, query)
+    lowered = lower(
+        mask,
+        batch_shape=query.shape[:-3],
+        num_heads=query.shape[-3],
+        seqlen_q=query.shape[-2],
+        seqlen_kv=key.shape[-2],
+        query_offset=query_offset,
+        device=query.device,
+    )
+    seed = None
+    if dropout_p > 0:
+        seed = draw_seed([query, key] if value is None else [query, key, value], generator)
+    return Arguments(
+        query,
+        key,
+        value,
+        lowered.mask,
+        bias,
+        alibi_slopes,
+        sinks,
+        lowered.key_lengths,
+        lowered.documents,
+        lowered.query_offset,
+        seed,
+        scale,
+        softcap,
+        dropout_p,
+        lowered.intervals,
+        (),
+    )
+
+
+def cast_for_autocast(tensor: Tensor | None) -> Tensor | None:
+    """As torch's autocast casts the arguments of scaled_dot_product_attention: to the lower precision, float64 excepted."""
+    if tensor is None or not tensor.dtype.is_floating_point or tensor.dtype == torch.float64:
+        return tensor
+    device = tensor.device.type
+    return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
+
+
+def check_number(name: str, value: Any, expected: str, accepts: Callable[[float], bool]) -> float:
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return value
+    if isinstance(value, (bool, Tensor, str)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must be {expected}, got {value!r}")
+    value = float(value)
+    if not accepts(value):
+        raise ValueError(f"{name} must be {expected}, got {value}")
+    return value
+
+
+def check_dropout_p(dropout_p: Any) -> float:
+    return check_number("dropout_p", dropout_p, "a number in [0, 1]", lambda p: 0 <= p <= 1)
+
+
+def check_float(name: str, tensor: Any, hint: str = "") -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a float tensor{hint}, got {type(tensor).__name__}")
+    if not tensor.dtype.is_floating_point:
+        raise TypeError(f"{name} must be a float tensor{hint}, got {tensor.dtype}")
+    return tensor
+
+
+def _per_head(name: str, tensor: Any, query: Tensor, real: torch.dtype) -> Tensor:
+    check_float(name, tensor)
+    if tensor.dim() != 1 or tensor.shape[0] != query.shape[-3]:
+        raise ValueError(f"{name} must have shape ({query.shape[-3]},), one per query head, got {tuple(tensor.shape)}")
+    return tensor.to(real).contiguous()
+
+
+def _offsets(query_offset: Any, query: Tensor) -> int | Tensor:
+    if isinstance(query_offset, (list, tuple)):
+        if not all(isinstance(offset, int) and not isinstance(offset, bool) for offset in query_offset):
+            raise TypeError(f"query_offset must be an integer or one per batch item, got {query_offset!r}")
+        return torch.tensor(query_offset, dtype=torch.int64, device=query.device)
+    return query_offset

@@ -1,0 +1,29 @@
+"""`python -m tiled_attention compare`: the operators beside PyTorch's own, on made-up and on real input.
+
+With `--out DIR` it writes `compare.json` and PNG plots. The JSON is one object; times are seconds, memory is bytes, a value that does not
+exist is null:
+
+    version          1
+    quick            bool
+    machine          cpu, architecture, logical_cpus, usable_cpus, threads, isa, isas, memory_gib, system, python, torch,
+                     peak_gflops {dtype: GFLOP/s of all threads, measured by a loop of multiply-adds},
+                     clock_mhz, clock_source, clock_peak_gflops (float32, what that clock allows)
+    parity           rows of one tensor of one case:
+                     case, id (sizes and options), dtype, tensor ("out", "grad_query", ...), largest (magnitude in float64),
+                     tiled, sdpa, multihead, math (largest error against float64; null where that one has no such option), limit, passed
+    speed            rows of one (variant, dtype, n, direction):
+                     shape (batch, num_heads, n, head_dim), seconds {tiled, sdpa, math}, module_seconds {tiled, multihead},
+                     sdpa_ratio, math_ratio, multihead_ratio (their time over ours), share_of_peak (over visible pairs),
+                     skipped {implementation: why}
+    memory           head_dim, dtype, direction, quoted (the line at n = 4096 or null), rows of
+                     implementation, n, bytes (peak beyond the inputs), seconds, stopped (why nothing was measured)
+    models           rows of one model: model, missing (what is not installed; then nothing else is there),
+                     eager_difference (of the model's own two implementations), limit, seconds, ways {override_sdpa, attn_implementation:
+                     difference, passed, served {layer: calls}, all_served, seconds, loss};
+                     sentences, padded_share for the encoder; tokens, loss, generation for the decoder, generation being rows of
+                     prompts, texts, seconds, ways {...: equal, gap (of the two tokens' logits where texts part), passed, seconds}
+    training         text, steps, stock_losses, tiled_losses, stock_eval_loss, tiled_eval_loss, difference, limit, passed,
+                     served {layer: calls}, all_served
+    failures         what broke, as text; the command exits with 1 unless this is empty
+    seconds          how long each step took
+"""

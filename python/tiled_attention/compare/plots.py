@@ -1,0 +1,92 @@
+"""PNG plots of the results."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+LABELS = {"tiled": "tiled", "sdpa": "SDPA", "math": "plain math", "multihead": "nn.MultiheadAttention"}
+COLORS = {"tiled": "tab:blue", "sdpa": "tab:orange", "math": "tab:green", "multihead": "tab:red"}
+
+
+def _save(figure: Any, path: Path) -> Path:
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def speed(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Float32 time over length, a column per variant, a row per direction."""
+    rows = [row for row in rows if row["dtype"] == "float32"]
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    directions = list(dict.fromkeys(row["direction"] for row in rows))
+    size = (3.2 * len(variants), 3 * len(directions))
+    figure, axes = pyplot.subplots(len(directions), len(variants), squeeze=False, sharex=True, figsize=size)
+    for line, direction in zip(axes, directions):
+        for axis, variant in zip(line, variants):
+            chosen = [row for row in rows if row["variant"] == variant and row["direction"] == direction]
+            for name in ("tiled", "sdpa", "math"):
+                points = [(row["n"], row["seconds"][name] * 1e3) for row in chosen if name in row["seconds"]]
+                if points:
+                    axis.plot(*zip(*points), marker="o", label=LABELS[name], color=COLORS[name])
+            axis.set(xscale="log", yscale="log", title=f"{variant}, {direction}", xlabel="n", ylabel="ms")
+            axis.grid(alpha=0.3)
+    axes[0][0].legend()
+    return _save(figure, path)
+
+
+def memory(result: Mapping[str, Any], path: Path) -> Path:
+    """Peak memory over length."""
+    figure, axis = pyplot.subplots(figsize=(5, 4))
+    for name in ("tiled", "sdpa", "math"):
+        points = [(row["n"], row["bytes"] / 2**20) for row in result["rows"] if row["implementation"] == name and row["bytes"]]
+        if points:
+            axis.plot(*zip(*points), marker="o", label=LABELS[name], color=COLORS[name])
+    axis.set(xscale="log", yscale="log", xlabel="n", ylabel="peak MiB beyond the inputs", title=f"one head, {result['direction']}")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    return _save(figure, path)
+
+
+def parity(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Each tensor's error in units of its limit, ours and PyTorch's, per dtype."""
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    figure, axes = pyplot.subplots(1, len(dtypes), squeeze=False, sharey=True, figsize=(3.2 * len(dtypes), 4))
+    for axis, dtype in zip(axes[0], dtypes):
+        chosen = [row for row in rows if row["dtype"] == dtype and row["limit"] > 0]
+        for name in ("tiled", "sdpa", "multihead"):
+            values = sorted(row[name] / row["limit"] for row in chosen if row[name] is not None)
+            axis.plot([(index + 0.5) / len(values) for index in range(len(values))], values, label=LABELS[name], color=COLORS[name])
+        axis.axhline(1, color="black", linestyle="--", linewidth=1)
+        axis.set(yscale="log", title=dtype, xlabel="share of the tensors")
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("error / limit")
+    axes[0][0].legend()
+    return _save(figure, path)
+
+
+def training(result: Mapping[str, Any], path: Path) -> Path:
+    """Both loss curves, and their distance."""
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(5, 5))
+    above.plot(result["stock_losses"], label="as it is", color=COLORS["multihead"])
+    above.plot(result["tiled_losses"], label="converted", color=COLORS["tiled"], linestyle="--")
+    above.set(ylabel="loss", title=f"nn.TransformerEncoder on {result['text']}"[:60])
+    above.legend()
+    below.plot([abs(a - b) for a, b in zip(result["stock_losses"], result["tiled_losses"])], color="black")
+    below.set(xlabel="step", ylabel="|difference|")
+    return _save(figure, path)
+
+
+def write(results: Mapping[str, Any], folder: Path) -> list[Path]:
+    """All plots, in `folder`."""
+    return [
+        parity(results["parity"], folder / "parity.png"),
+        speed(results["speed"], folder / "speed.png"),
+        memory(results["memory"], folder / "memory.png"),
+        training(results["training"], folder / "training.png"),
+    ]

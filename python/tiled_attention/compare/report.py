@@ -1,0 +1,172 @@
+"""Tables of the results, for a terminal. Everything they show also stands in the JSON."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def _number(value: float | None, form: str = ".2e") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _milliseconds(value: float | None) -> str:
+    return "-" if value is None else f"{value * 1e3:.3g}"
+
+
+def _mark(passed: bool) -> str:
+    return "[green]yes[/]" if passed else "[bold red]no[/]"
+
+
+def _table(title: str, columns: str, rows: Iterable[Sequence[str]], left: int = 1, caption: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for index, column in enumerate(columns.split(", ")):
+        table.add_column(column, justify="left" if index < left else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def machine_lines(machine: Mapping[str, Any]) -> list[str]:
+    """The machine in words, with both figures for its peak."""
+    peaks = ", ".join(f"{dtype} {value:.0f}" for dtype, value in machine["peak_gflops"].items())
+    clock = machine["clock_peak_gflops"]
+    source = f"{machine['clock_mhz']:.0f} MHz ({machine['clock_source']})" if machine["clock_mhz"] else "no clock can be read"
+    by_clock = source if clock is None else f"float32 {clock:.0f} at {source}"
+    return [
+        f"{machine['cpu']}, {machine['threads']} threads of {machine['usable_cpus']} processors, {machine['memory_gib']} GiB",
+        f"instruction set {machine['isa']} of {' '.join(machine['isas'])}; torch {machine['torch']}, Python {machine['python']}",
+        f"peak in GFLOP/s, measured by a multiply-add loop: {peaks}; by the stated clock: {by_clock}",
+    ]
+
+
+def parity_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Per case and dtype the tensor that comes closest to its limit; then what breaks a limit, in full."""
+    worst: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for row in rows:
+        key = row["case"], row["dtype"]
+        if key not in worst or row["tiled"] / row["limit"] > worst[key]["tiled"] / worst[key]["limit"]:
+            worst[key] = row
+    columns = "case, dtype, tensor, tiled, limit, SDPA, nn.MultiheadAttention, within"
+
+    def line(row: Mapping[str, Any]) -> list[str]:
+        numbers = [_number(row[name]) for name in ("tiled", "limit", "sdpa", "multihead")]
+        return [row["case"], row["dtype"], row["tensor"], *numbers, _mark(row["passed"])]
+
+    tables = [
+        _table(
+            "Parity: largest error against float64, of the tensor nearest to its limit",
+            columns,
+            map(line, worst.values()),
+            left=3,
+            caption=f"{len(rows)} tensors, {sum(row['passed'] for row in rows)} within their limit; - where PyTorch lacks the option",
+        )
+    ]
+    broken = [row for row in rows if not row["passed"]]
+    if broken:
+        tables.append(_table("Outside their limit", columns, map(line, broken), left=3))
+    return tables
+
+
+def speed_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Times in ms, ratios above 1 where this package is faster."""
+    columns = "variant, dtype, direction, n, tiled ms, SDPA ms, math ms, vs SDPA, vs math, vs nn.MHA, of peak"
+
+    def line(row: Mapping[str, Any]) -> list[str]:
+        share = row["share_of_peak"]
+        return [
+            *(row["variant"], row["dtype"], row["direction"], str(row["n"])),
+            *(_milliseconds(row["seconds"].get(name)) for name in ("tiled", "sdpa", "math")),
+            *(_ratio(row[name]) for name in ("sdpa_ratio", "math_ratio", "multihead_ratio")),
+            "-" if share is None else f"{share:.0%}",
+        ]
+
+    shape = rows[0]["shape"] if rows else [1, 0, 0, 0]
+    caption = (
+        f"batch 1, {shape[1]} heads of {shape[3]}; medians, both sides alternating in one process; nn.MHA (nn.MultiheadAttention) against "
+        f"ta.MultiheadAttention of embed_dim {shape[1] * shape[3]}; share of peak over visible pairs"
+    )
+    return _table("Speed", columns, map(line, rows), left=3, caption=caption)
+
+
+def memory_table(memory: Mapping[str, Any]) -> Table:
+    """One line per length."""
+    by_n: dict[int, dict[str, Mapping[str, Any]]] = {}
+    for row in memory["rows"]:
+        by_n.setdefault(row["n"], {})[row["implementation"]] = row
+
+    def cell(row: Mapping[str, Any]) -> str:
+        return "stopped" if row["stopped"] else f"{row['bytes'] / 2**20:.1f}"
+
+    stops = [f"n = {row['n']}: {row['implementation']} {row['stopped']}" for row in memory["rows"] if row["stopped"]]
+    lines = ([str(n), *(cell(found[name]) for name in ("tiled", "sdpa", "math"))] for n, found in by_n.items())
+    caption = "\n".join(filter(None, [*stops, memory["quoted"]]))
+    title = f"Memory: peak MiB beyond the inputs, one head of {memory['head_dim']}, {memory['dtype']}, {memory['direction']}"
+    return _table(title, "n, tiled, SDPA, math", lines, caption=caption)
+
+
+def model_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table | str]:
+    """Differences and times per model and way; greedy texts where the model writes some."""
+    parts: list[Table | str] = []
+    lines, greedy = [], []
+    for row in rows:
+        if row["missing"]:
+            parts.append(f"{row['model']}: {row['missing']}")
+            continue
+        for name, way in row["ways"].items():
+            lines.append(
+                [
+                    *(row["model"], name, _number(way["difference"]), _number(row["limit"]), _mark(way["passed"])),
+                    f"{sum(count > 0 for count in way['served'].values())} of {len(way['served'])}",
+                    *(_number(row.get("loss"), ".6f"), _number(way.get("loss"), ".6f")),
+                    *(_milliseconds(row["seconds"]), _milliseconds(way["seconds"]), _ratio(row["seconds"] / way["seconds"])),
+                ]
+            )
+        for index, text in enumerate(row.get("generation", [])):
+            for name, way in text["ways"].items():
+                label = f"{index + 1}" + (f" (batch of {len(text['prompts'])})" if len(text["prompts"]) > 1 else "")
+                verdict = "equal" if way["equal"] else f"part at a gap of {way['gap']:.1e}"
+                times = [f"{value:.2f}" for value in (text["seconds"], way["seconds"])]
+                greedy.append([row["model"], label, name, verdict, _mark(way["passed"]), *times])
+    if lines:
+        columns = "model, replaced by, difference, limit, within, served, loss, loss replaced, ms, ms replaced, ratio"
+        parts.append(_table("Real models on Hamlet: embeddings or logits as they are and with attention replaced", columns, lines, left=2))
+    if greedy:
+        columns = "model, prompt, replaced by, greedy text, within, s, s replaced"
+        parts.append(_table("Greedy texts, 128 tokens", columns, greedy, left=3))
+    return parts
+
+
+def training_table(training: Mapping[str, Any]) -> Table:
+    """The losses at a few steps."""
+    steps = training["steps"]
+    chosen = sorted({0, *range(steps // 5, steps, max(1, steps // 5)), steps - 1})
+    lines = [[str(step), *(f"{training[name][step]:.6f}" for name in ("stock_losses", "tiled_losses"))] for step in chosen]
+    lines.append(["eval", *(f"{training[name]:.6f}" for name in ("stock_eval_loss", "tiled_eval_loss"))])
+    served = training["served"]
+    caption = (
+        f"{training['text']}; largest difference {training['difference']:.1e}, limit {training['limit']:.1e}; "
+        f"{sum(count > 0 for count in served.values())} of {len(served)} layers served"
+    )
+    return _table("nn.TransformerEncoder in training", "step, loss, loss converted", lines, caption=caption)
+
+
+def show(console: Console, results: Mapping[str, Any]) -> None:
+    """Everything that was measured, and the verdict."""
+    parts: list[Table | str] = list(parity_tables(results["parity"]))
+    parts += [speed_table(results["speed"]), memory_table(results["memory"]), *model_tables(results["models"])]
+    parts.append(training_table(results["training"]))
+    for part in parts:
+        console.print(part)
+        console.print()
+    for line in machine_lines(results["machine"]):
+        console.print(line, highlight=False)
+    for failure in results["failures"]:
+        console.print(f"[bold red]{failure}[/]")
+    held = "[bold green]All limits hold; every replaced layer was served.[/]"
+    console.print("[bold red]Parity is broken.[/]" if results["failures"] else held)

@@ -1,0 +1,137 @@
+"""Derivatives of the operators themselves: what torch.compile and torch.export record, and what torch.ops gives.
+
+One reverse derivative of `attention` and `attention_weights` is all that can be expressed there. Everything else (forward mode, torch.func, a second
+derivative) raises an error that says so: the dispatcher would drop tangents silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import batching, derivatives
+from .arguments import Arguments, Gradients
+from .autograd import _spread
+from .library import ops
+
+_library = torch.library.Library("tiled_attention", "IMPL")
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+_after_autograd = torch._C._after_autograd_keyset
+
+
+def _has_tangent(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.is_floating_point() and torch._VF._unpack_dual(tensor, level=0)[1] is not None
+
+
+def _refuse_forward_mode(name: str, args: Any) -> None:
+    if any(_has_tangent(arg) for arg in args):
+        raise RuntimeError(
+            f"tiled_attention::{name} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, forward_ad): "
+            "call the functions of tiled_attention in eager mode, outside torch.compile"
+        )
+
+
+def _needs_gradient(args: Any) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+
+
+def _redispatch(op: Any, keyset: Any, args: Any) -> Any:
+    with _below_autograd():
+        return op.redispatch(keyset & _after_autograd, *args)
+
+
+def _without_gradient(name: str, instead: str) -> Callable[..., Any]:
+    """The Autograd kernel of an operator without a derivative of its own."""
+    op = getattr(ops, name).default
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        _refuse_forward_mode(name, args)
+        if _needs_gradient(args):
+            raise RuntimeError(f"tiled_attention::{name} has no derivative: {instead}")
+        return _redispatch(op, keyset, args)
+
+    return kernel
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, residual = _redispatch(ops.attention.default, keyset, args)
+        *args, _ = args
+        ctx.options = args[11:]
+        ctx.mark_non_differentiable(residual)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*args[:11], out, lse, residual)
+        return out, lse, residual
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
+        *tensors, out, lse, residual = ctx.saved_tensors
+        args = Arguments(*tensors, *ctx.options)
+        if grad_out is None:
+            grad_out = out.new_zeros(()).expand(out.shape)
+        needed = ctx.needs_input_grad[1:]
+        wanted = [needed[at] for at in (0, 1, 2, 4, 5, 6)]
+        bits = sum(want << at for at, want in enumerate(wanted))
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        results = ops.attention_bwd(grad_out, grad_lse, *args, out, lse, residual, bits)
+        return (None, *_spread(Gradients(*(result if want else None for result, want in zip(results, wanted)))), None)
+
+
+class _AttentionWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Tensor:
+        *score_args, lse, rows, ctx.average = args
+        ctx.options = score_args[9:]
+        ctx.save_for_backward(*score_args[:9], lse, rows)
+        return _redispatch(ops.attention_weights.default, keyset, args)
+
+    @staticmethod
+    def backward(ctx: Any, grad_weights: Tensor) -> Any:
+        query, key, mask, bias, alibi_slopes, *others, lse, rows = ctx.saved_tensors
+        args = Arguments(query, key, None, mask, bias, alibi_slopes, None, *others, *ctx.options)
+        needed = ctx.needs_input_grad[1:]
+        wanted = (needed[0], needed[1], False, needed[3], needed[4], False)
+        gradients, grad_lse = derivatives.weights_gradients(args, lse, grad_weights, ctx.average, rows, wanted)
+        by_score = (gradients.query, gradients.key, None, gradients.bias, gradients.alibi_slopes, *(None,) * 9)
+        return (None, *by_score, grad_lse if needed[14] else None, None, None)
+
+
+def _attention(keyset: Any, *args: Any) -> Any:
+    _refuse_forward_mode("attention", args)
+    return _Attention.apply(keyset, *args) if _needs_gradient(args) else _redispatch(ops.attention.default, keyset, args)
+
+
+def _attention_weights(keyset: Any, *args: Any) -> Any:
+    _refuse_forward_mode("attention_weights", args)
+    return _AttentionWeights.apply(keyset, *args) if _needs_gradient(args) else _redispatch(ops.attention_weights.default, keyset, args)
+
+
+_EAGER = "call tiled_attention.attention, or the operator tiled_attention::attention"
+_ONCE = "second derivatives exist in eager mode only, through the functions of tiled_attention, not inside torch.compile or through torch.ops"
+for _name, _kernel in (
+    ("attention", _attention),
+    ("attention_weights", _attention_weights),
+    ("attention_fwd", _without_gradient("attention_fwd", _EAGER)),
+    ("attention_bwd", _without_gradient("attention_bwd", _ONCE)),
+):
+    _library.impl(_name, _kernel, "Autograd", with_keyset=True)
+
+
+def _register_vmap(name: str, rule: Callable[..., Any]) -> None:
+    op = getattr(ops, name).default
+
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return rule(op, info.batch_size, in_dims, args)
+
+    torch.library.register_vmap(f"tiled_attention::{name}", vmap)
+
+
+_register_vmap("attention", batching.map_forward)
+_register_vmap("attention_fwd", batching.map_forward)
+_register_vmap("attention_bwd", batching.map_backward)
+_register_vmap("attention_weights", batching.map_weights)
+_register_vmap("dropout_mask", batching.loop)

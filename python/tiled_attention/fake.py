@@ -1,0 +1,182 @@
+"""What operators return for tensors without data (shapes, dtypes and strides exactly as the kernels'), the same checks, and FLOP counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .arguments import Arguments, real_dtype
+from .library import ops
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def dense_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Uninitialised, dense, with its dimensions in the order of those of `tensor`: torch.empty_like for another size of the last dimension."""
+    if not shape or shape[-1] == tensor.shape[-1]:
+        return torch.empty_like(tensor)
+    if tensor.is_contiguous():
+        return tensor.new_empty(shape)
+    strides, sizes = tensor.stride(), tensor.shape
+    order = list(reversed(range(tensor.dim())))  # fastest dimension first
+    for end in range(1, len(order)):
+        at = end
+        for before in range(end - 1, -1, -1):
+            a, b = order[before], order[at]
+            if strides[a] == 0 or strides[b] == 0:
+                continue
+            if strides[a] < strides[b]:
+                break
+            if strides[a] > strides[b] or sizes[a] > sizes[b]:
+                order[before], order[at], at = b, a, before
+    result, step = [0] * len(order), 1
+    for dim in order:
+        result[dim] = step
+        step = step * (shape[dim] if shape[dim] > 1 else 1)
+    return tensor.new_empty_strided(shape, result)
+
+
+def check(args: Arguments) -> None:
+    """The checks of the operators, but those that read values. Raises ValueError or TypeError naming the argument."""
+    query, key, value = args.query, args.key, args.value
+    if query.dtype not in _FLOATS:
+        raise TypeError(f"query must be float32, float64, bfloat16 or float16, got {_name(query.dtype)}")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor is None:
+            continue
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name} must have the dtype of query ({_name(query.dtype)}), got {_name(tensor.dtype)}")
+        if tensor.dim() < 3 or tensor.dim() != query.dim():
+            raise ValueError(f"{name} must have the rank of query, at least 3, got shapes {_shapes(args)}")
+        if any(a != b for a, b in zip(tensor.shape[:-3], query.shape[:-3])):
+            raise ValueError(f"{name} must have the leading dimensions of query, got shapes {_shapes(args)}")
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(f"key must have the head_dim of query, got shapes {_shapes(args)}")
+    if value is not None and (value.shape[-3] != key.shape[-3] or value.shape[-2] != key.shape[-2]):
+        raise ValueError(f"value must have num_heads_kv and seqlen_kv of key, got shapes {_shapes(args)}")
+    num_heads, num_heads_kv = query.shape[-3], key.shape[-3]
+    if num_heads != num_heads_kv and (num_heads_kv == 0 or num_heads % num_heads_kv != 0):
+        raise ValueError(f"key must have num_heads_kv that divides num_heads, got shapes {_shapes(args)}")
+    real, scores = real_dtype(query.dtype), (*query.shape[:-1], key.shape[-2])
+    if args.mask is not None:
+        _check_dtype("mask", args.mask, (torch.bool,))
+        _check_broadcasts("mask", args.mask, scores)
+    if args.bias is not None:
+        _check_dtype("bias", args.bias, (real, torch.bfloat16, torch.float16))
+        _check_broadcasts("bias", args.bias, scores)
+    for name, vector in (("alibi_slopes", args.alibi_slopes), ("sinks", args.sinks)):
+        if vector is not None:
+            _check_vector(name, vector, real, num_heads)
+    for name, vector in (("key_lengths", args.key_lengths), ("query_offset", args.query_offset)):
+        if vector is not None:
+            _check_vector(name, vector, torch.int64, math.prod(query.shape[:-3]))
+    if args.documents is not None and (args.documents.dtype != torch.int64 or args.documents.dim() != 1 or args.documents.shape[0] < 1):
+        raise ValueError(f"documents must be int64 (num_documents + 1,), got {_name(args.documents.dtype)} {tuple(args.documents.shape)}")
+    if args.dropout_p > 0 and args.dropout_seed is None:
+        raise ValueError("dropout_seed must be given when dropout_p > 0, got None")
+    if not 0 <= args.dropout_p <= 1:
+        raise ValueError(f"dropout_p must be in [0, 1], got {args.dropout_p}")
+    for name, tensor in zip(Arguments._fields, args[:11]):
+        if tensor is not None and tensor.device != query.device:
+            raise ValueError(f"{name} must be on the device of query ({query.device}), got {tensor.device}")
+
+
+def _check_dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in allowed:
+        raise TypeError(f"{name} must be {' or '.join(map(_name, allowed))}, got {_name(tensor.dtype)}")
+
+
+def _check_vector(name: str, vector: Tensor, dtype: torch.dtype, size: int) -> None:
+    _check_dtype(name, vector, (dtype,))
+    if vector.dim() != 1 or vector.shape[0] != size:
+        raise ValueError(f"{name} must have shape {(size,)}, got {tuple(vector.shape)}")
+
+
+def _check_broadcasts(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    rank = tensor.dim()
+    if rank > len(shape) or not all(a == b or a == 1 for a, b in zip(tensor.shape, shape[len(shape) - rank :])):
+        raise ValueError(f"{name} of shape {tuple(tensor.shape)} does not broadcast to {tuple(shape)}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shapes(args: Arguments) -> str:
+    named = ((name, getattr(args, name)) for name in ("query", "key", "value"))
+    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named if tensor is not None)
+
+
+def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *args, with_residual = args
+    args = Arguments(*args)
+    check(args)
+    query = args.query
+    out = dense_like(query, (*query.shape[:-1], args.value.shape[-1]))
+    lse = query.new_empty(query.shape[:-1], dtype=real_dtype(query.dtype))
+    has_residual = with_residual and query.dtype in (torch.bfloat16, torch.float16)
+    return out, lse, torch.empty_like(out) if has_residual else query.new_empty(0)
+
+
+def _backward(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+    *args, _, _, _, gradients = args
+    args = Arguments(*args)
+    inputs = (args.query, args.key, args.value, args.bias, args.alibi_slopes, args.sinks)
+    wanted = (gradients >> at & 1 for at in range(len(inputs)))
+    return tuple(dense_like(tensor, tensor.shape) if want else args.query.new_empty(0) for tensor, want in zip(inputs, wanted))
+
+
+def _weights(*args: Any) -> Tensor:
+    query, key, mask, bias, alibi_slopes, *others, lse, rows, average = args
+    check(Arguments(query, key, None, mask, bias, alibi_slopes, None, *others))
+    num_rows = query.shape[-2] if rows is None else rows.shape[0]
+    shape = (*query.shape[:-3], 1 if average else query.shape[-3], num_rows, key.shape[-2])
+    return query.new_empty(shape, dtype=real_dtype(query.dtype))
+
+
+def _dropout_mask(seed: Tensor, dropout_p: float, batch: int, num_heads: int, seqlen_q: int, seqlen_kv: int, offsets: Any) -> Tensor:
+    return seed.new_empty((batch, num_heads, seqlen_q, seqlen_kv), dtype=torch.bool)
+
+
+def _mask_dense(intervals: Any, key_lengths: Any, documents: Any, query_offset: Any, batch: int, seqlen_q: int, seqlen_kv: int) -> Tensor:
+    like = next((tensor for tensor in (key_lengths, documents, query_offset) if tensor is not None), None)
+    return torch.empty((batch, seqlen_q, seqlen_kv), dtype=torch.bool, device=None if like is None else like.device)
+
+
+for _name_of_op, _rule in (
+    ("attention_fwd", _forward),
+    ("attention", _forward),
+    ("attention_bwd", _backward),
+    ("attention_weights", _weights),
+    ("dropout_mask", _dropout_mask),
+    ("_mask_dense", _mask_dense),
+):
+    torch.library.register_fake(f"tiled_attention::{_name_of_op}", _rule)
+
+
+def _pairs(query: Sequence[int], key: Sequence[int]) -> int:
+    return math.prod(query[:-1]) * key[-2]
+
+
+@register_flop_formula([ops.attention_fwd, ops.attention])
+def _forward_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """As torch counts scaled_dot_product_attention: every pair, visible or not."""
+    return 2 * _pairs(query, key) * (query[-1] + value[-1])
+
+
+@register_flop_formula(ops.attention_bwd)
+def _backward_flops(
+    grad_out: Sequence[int], grad_lse: Any, query: Sequence[int], key: Sequence[int], value: Sequence[int], *args: Any, **kwargs: Any
+) -> int:
+    """Five products: scores again, the gradients of weights, value, query and key."""
+    return 2 * _pairs(query, key) * (3 * query[-1] + 2 * value[-1])
+
+
+@register_flop_formula(ops.attention_weights)
+def _weights_flops(query: Sequence[int], key: Sequence[int], *args: Any, **kwargs: Any) -> int:
+    return 2 * _pairs(query, key) * query[-1]

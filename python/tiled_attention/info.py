@@ -1,0 +1,56 @@
+"""`python -m tiled_attention info`: what is installed here, and what it runs on."""
+
+import importlib.metadata
+import os
+import platform
+
+import torch
+
+from .library import ops
+
+
+def information() -> dict[str, str]:
+    """Lines of the report, by name."""
+    from .compare.machine import cpu_model
+
+    try:
+        version = importlib.metadata.version("tiled-attention")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed, used from its folder"
+    from . import library
+
+    return {
+        "tiled-attention": version,
+        "operator library": str(getattr(library, "path", "not loaded from a file")),
+        "instruction set": str(ops._isa()),
+        "instruction sets here": str(ops._available_isas()),
+        "forced by TILED_ATTENTION_ISA": os.environ.get("TILED_ATTENTION_ISA", "no"),
+        "CUDA": _cuda(),
+        "torch": torch.__version__,
+        "torch's CUDA": torch.version.cuda or "none",
+        "Python": platform.python_version(),
+        "processor": cpu_model(),
+        "threads": f"{torch.get_num_threads()} (of {os.cpu_count()} logical processors)",
+    }
+
+
+def _cuda() -> str:
+    return "not built"
+
+
+def run() -> int:
+    """Print the report; always 0."""
+    rows = information()
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        width = max(map(len, rows))
+        for name, value in rows.items():
+            print(f"{name:{width}}  {value}")
+        return 0
+    table = Table(show_header=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console().print(table)
+    return 0

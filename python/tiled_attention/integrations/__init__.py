@@ -1,0 +1,1 @@
+"""Places where other libraries call the operators of this one. Each module imports its library only when used."""

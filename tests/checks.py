@@ -1,0 +1,69 @@
+"""Running a case through `ta.attention`, and comparing what comes with the oracle."""
+
+import torch
+from torch import Tensor
+
+import tiled_attention as ta
+from oracle import expected
+from tiled_attention.testing import Case, Inputs, assert_accurate, real_dtype
+
+
+def run(case: Case, x: Inputs, grad_out: Tensor | None = None, grad_lse: Tensor | None = None) -> dict[str, Tensor]:
+    """out and lse, and with a `grad_out` the gradient of every input by its name. Draws the dropout mask of `oracle.expected`."""
+    torch.manual_seed(case.seed)
+    if grad_out is None:
+        with torch.no_grad():
+            out, lse = ta.attention(**x.arguments(), return_lse=True)
+        return {"out": out, "lse": lse}
+    x = x.clone().requires_grad_()
+    out, lse = ta.attention(**x.arguments(), return_lse=True)
+    outputs, grads = ([out], [grad_out]) if grad_lse is None else ([out, lse], [grad_out, grad_lse])
+    leaves = x.leaves()
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), grads)
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+def on_dot_path(dtype: torch.dtype) -> bool:
+    """Whether products of this dtype are taken in bfloat16 by the instruction set in use."""
+    return dtype == torch.bfloat16 and "bf16" in torch.ops.tiled_attention._isa()
+
+
+def check(case: Case) -> None:
+    """Values, lse and all gradients within the limits, exact zeros where nothing is seen, the same bits with and without gradients."""
+    want = expected(case)
+    x = case.inputs()
+    got = run(case, x, want.grad_out, want.grad_lse)
+    for name, exact in want.exact.items():
+        dtype = real_dtype(case.dtype) if name == "lse" else want.stored.get(name, case.dtype)
+        assert got[name].dtype == dtype, f"{name}: expected {dtype}, got {got[name].dtype}"
+        assert_accurate(got[name], exact, want.limit(name, on_dot_path(case.dtype)), name)
+    check_zeros(x, got)
+    for name, tensor in run(case, x).items():
+        assert same_bits(tensor, got[name]), f"{name}: without gradients it differs from the same call with gradients"
+
+
+def check_zeros(x: Inputs, got: dict[str, Tensor]) -> None:
+    """Where no pair is visible, out and every gradient hold exactly 0."""
+    shape = (*x.query.shape[:-1], x.key.shape[-2])
+    live = torch.ones(shape, dtype=torch.bool) if x.visible is None else x.visible.expand(shape)
+    if x.bias is not None:
+        live = live & (x.bias != -torch.inf)
+    rows = live.any(-1)
+    heads_kv = x.key.shape[-3]
+    keys = live.any(-2).unflatten(-2, (heads_kv, shape[-3] // heads_kv)).any(-2)
+    for name, seen in (("out", rows), ("query", rows), ("key", keys), ("value", keys)):
+        assert (got[name][~seen] == 0).all(), f"{name}: expected 0 where nothing is seen"
+    if x.bias is not None:
+        seen = live.double().sum_to_size(x.bias.shape) > 0
+        assert (got["bias"][~seen] == 0).all(), "bias: expected gradient 0 where nothing is seen"
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal shapes and values, NaN equal to NaN."""
+    return a.shape == b.shape and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
+
+
+def gradients_of(case: Case) -> dict[str, Tensor]:
+    """Everything that a case gives, for the oracle's grad_out and grad_lse."""
+    want = expected(case)
+    return run(case, case.inputs(), want.grad_out, want.grad_lse)
