@@ -25,15 +25,25 @@ if platform.machine() in ("x86_64", "AMD64"):
     ISA_FLAGS |= {"avx2": AVX2, "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512bf16"]}
 
 KERNEL_SOURCE = "csrc/cpu/kernels.cpp"
-KERNEL_FLAGS = ["-O3", "-g0", "-fno-wrapv", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fvisibility=hidden", "-fPIC"]
-HEADERS = sorted(glob("csrc/**/*.h", recursive=True))
+KERNEL_FLAGS = [
+    "-std=gnu++17",
+    "-O3",
+    "-g0",
+    "-fno-wrapv",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-fPIC",
+]
+KERNEL_HEADERS = sorted([*glob("csrc/core/*.h"), *glob("csrc/cpu/*.h")])
 
 
 def kernel_library(isa: str, flags: list[str]) -> tuple[str, dict]:
     """One object library for build_clib."""
     return f"tiled_attention_{isa}", {
         "sources": [KERNEL_SOURCE],
-        "obj_deps": {"": [*HEADERS, "setup.py"]},
+        "obj_deps": {"": [*KERNEL_HEADERS, "setup.py"]},
         "macros": [("KERNEL_ISA", isa)],
         "cflags": [*KERNEL_FLAGS, *flags],
     }
@@ -70,7 +80,7 @@ class BuildOperators(build_ext):
         standard = next(line.split()[-1] for line in macros.splitlines() if line.startswith("#define __cplusplus "))
         if int(standard.rstrip("L")) < 201703:
             for extension in self.extensions:
-                extension.extra_compile_args.append("-std=c++17")
+                extension.extra_compile_args.append("-std=gnu++17")
         super().build_extensions()
 
 
@@ -80,7 +90,7 @@ setup(
         Extension(
             "tiled_attention._cpu",
             sources=["csrc/library.cpp", "csrc/attention.cpp", "csrc/cpu/select.cpp"],
-            depends=[*HEADERS, KERNEL_SOURCE, "setup.py"],
+            depends=[*sorted(glob("csrc/*.h")), *KERNEL_HEADERS, KERNEL_SOURCE, "setup.py"],
             include_dirs=include_paths(),
             # Stable ABI of torch 2.10 and later; no symbol of Python is used.
             define_macros=[

@@ -257,7 +257,8 @@ def test_torch_func_with_dropout_keeps_one_mask():
     def exact(query):
         return ta.reference.attention(query, key, value, dropout_mask=kept, dropout_p=0.4)
 
-    for transform in (torch.func.jacrev, torch.func.jacfwd, torch.func.hessian):
+    jacfwd = lambda f: torch.func.jacfwd(f, randomness="same")
+    for transform in (torch.func.jacrev, jacfwd, lambda f: jacfwd(torch.func.jacrev(f)), lambda f: jacfwd(jacfwd(f))):
         tolerance = dict(rtol=1e-4, atol=1e-4)  # the reference divides by 1 - p, the operator by its rounding to 2 ** -16
         torch.testing.assert_close(
             transform(lambda q: ours(q).square().sum())(query), transform(lambda q: exact(q).square().sum())(query), **tolerance

@@ -30,7 +30,9 @@ def fingerprint(model: nn.Module) -> list:
     """All that a restore must bring back: classes, attributes, and the identity of parameters, buffers and hooks."""
     parts = []
     for name, module in model.named_modules():
-        values = {key: value if isinstance(value, (int, float, str, bool, type(None))) else id(value) for key, value in vars(module).items()}
+        values = {
+            key: value if isinstance(value, (int, float, str, bool, type(None))) else id(value) for key, value in vars(module).items()
+        }
         tables = {key: [(k, id(v)) for k, v in value.items()] for key, value in vars(module).items() if isinstance(value, dict)}
         parts.append((name, type(module), id(module), values, tables))
     return parts

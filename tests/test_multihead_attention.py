@@ -211,7 +211,10 @@ def test_weights_under_dropout_are_those_that_made_the_output():
         torch.manual_seed(5)
         out, weights = m(*x, average_attn_weights=average)
         assert close(out, expected_out, 1e-9) and close(weights, expected.mean(1) if average else expected, 1e-9)
-        got, right = (torch.autograd.grad(o.sin().sum() + w.cos().sum(), x, retain_graph=True) for o, w in ((out, weights), (expected_out, expected.mean(1) if average else expected)))
+        got, right = (
+            torch.autograd.grad(o.sin().sum() + w.cos().sum(), x, retain_graph=True)
+            for o, w in ((out, weights), (expected_out, expected.mean(1) if average else expected))
+        )
         assert all(close(a, b, 1e-9) for a, b in zip(got, right))
     torch.manual_seed(5)
     assert close(m(*x, need_weights=False)[0], expected_out, 1e-9)
@@ -397,7 +400,9 @@ def test_transformer_layers_call_it(monkeypatch: pytest.MonkeyPatch):
             setattr(layer, name, ta.MultiheadAttention(24, 4, batch_first=True))
             getattr(layer, name).load_state_dict(state)
     calls, forward = [], ta.MultiheadAttention.forward
-    monkeypatch.setattr(ta.MultiheadAttention, "forward", lambda self, *args, **kwargs: calls.append(self) or forward(self, *args, **kwargs))
+    monkeypatch.setattr(
+        ta.MultiheadAttention, "forward", lambda self, *args, **kwargs: calls.append(self) or forward(self, *args, **kwargs)
+    )
     for train, grad in itertools.product((False, True), repeat=2):
         calls.clear()
         with torch.set_grad_enabled(grad):

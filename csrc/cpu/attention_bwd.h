@@ -21,14 +21,16 @@ struct Backward {
 
   const AttentionBackwardParams& params;
   const AttentionParams& p;
-  const ThreadPool& pool;
+  ThreadPool pool;
   const BackwardPlan plan;
   int group, chunks;
   int64_t heads;
 
-  Backward(const AttentionBackwardParams& params, const ThreadPool& pool) : params(params), p(params.forward), pool(pool), plan(params), chunks(plan.chunks) {
+  Backward(const AttentionBackwardParams& params, const ThreadPool& all) : params(params), p(params.forward), pool(with_workers(all, p)), plan(params), chunks(plan.chunks) {
     group = int(p.num_heads / p.num_heads_kv);
     heads = p.batch * p.num_heads_kv;
+    const int64_t items = by_chunks() ? max_of(int64_t(chunks), (p.seqlen_kv + kTileKV - 1) / kTileKV) : plan.groups;
+    pool.num_workers = int(min_of(int64_t(pool.num_workers), max_of(items, int64_t(1))));
   }
 
   bool by_chunks() const { return plan.groups == 0; }

@@ -102,13 +102,13 @@ struct Forward {
     kSplits   // the same with few heads: workers share the keys of one tile, split by split
   };
   const AttentionParams& p;
-  const ThreadPool& pool;
+  ThreadPool pool;
   QueryTiles tiles;
   int64_t heads;
   Sharing sharing;
   int slices = 1, splits = 1;
 
-  Forward(const AttentionParams& p, const ThreadPool& pool) : p(p), pool(pool), tiles(p.num_heads / p.num_heads_kv, 0, p.seqlen_q, kFwdTileQ), heads(p.batch * p.num_heads_kv) {
+  Forward(const AttentionParams& p, const ThreadPool& all) : p(p), pool(with_workers(all, p)), tiles(p.num_heads / p.num_heads_kv, 0, p.seqlen_q, kFwdTileQ), heads(p.batch * p.num_heads_kv) {
     const int workers = pool.num_workers;
     splits = int((p.seqlen_kv + kSplitKV - 1) / kSplitKV);
     if (tiles.count <= 1) sharing = splits > 1 && heads < 4 * workers && workers > 1 ? Sharing::kSplits : Sharing::kSingle;
@@ -116,6 +116,9 @@ struct Forward {
       sharing = heads < workers ? Sharing::kTiles : Sharing::kHeads;
       if (heads % workers != 0 && heads < 4 * workers) slices = min_of(tiles.count, int((4 * workers + heads - 1) / heads));
     }
+    const int64_t key_tiles = (p.seqlen_kv + kFwdTileKV - 1) / kFwdTileKV;
+    const int64_t items = heads * (sharing == Sharing::kSplits ? splits : sharing == Sharing::kTiles ? max_of(int64_t(slices), key_tiles) : slices);
+    pool.num_workers = int(min_of(int64_t(workers), max_of(items, int64_t(1))));
   }
 
   static size_t buffer_bytes(const AttentionParams& p) {

@@ -15,7 +15,7 @@ struct Weights {
   using V = NativeVec<Real>;
   const AttentionWeightsParams& params;
   const AttentionParams& p;
-  const ThreadPool& pool;
+  ThreadPool pool;
   int row_tiles, key_tiles, query_stride, key_panel;
   int64_t heads;  // of weights
 
@@ -27,12 +27,13 @@ struct Weights {
     T* temp;
   };
 
-  Weights(const AttentionWeightsParams& params, const ThreadPool& pool) : params(params), p(params.forward), pool(pool) {
+  Weights(const AttentionWeightsParams& params, const ThreadPool& all) : params(params), p(params.forward), pool(with_workers(all, p)) {
     row_tiles = int((params.num_rows + kWeightsTileQ - 1) / kWeightsTileQ);
     key_tiles = int((p.seqlen_kv + kWeightsTileKV - 1) / kWeightsTileKV);
     query_stride = round_up(units<Unit>(int(p.head_dim)), kLanes<Unit>);
     key_panel = units<Unit>(int(p.head_dim)) * kPanel<Unit>;
     heads = params.average ? 1 : p.num_heads;
+    pool.num_workers = int(min_of(int64_t(pool.num_workers), max_of(p.batch * heads * row_tiles * key_tiles, int64_t(1))));
   }
   Buffers take(Scratch& s) const {
     Buffers b;

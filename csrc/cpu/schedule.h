@@ -22,6 +22,13 @@ inline void for_each_item(const ThreadPool& pool, int64_t items, const F& f) {
   pool.run(int(items < pool.num_workers ? items : pool.num_workers), body, &context);
 }
 
+// The pool with as many workers as the call has work for: waking a thread costs as much as some 10^5 multiply-adds.
+inline ThreadPool with_workers(ThreadPool pool, const AttentionParams& p) {
+  const double work = double(p.batch) * p.num_heads * p.seqlen_q * p.seqlen_kv * double(p.head_dim + p.head_dim_v + 16);
+  if (work < 1e5) pool.num_workers = 1;
+  return pool;
+}
+
 // Query rows of one kv head, `group` query heads of rows [first_query, first_query + seqlen) each, in tiles of up to `tile_rows`. Short
 // heads stand in one tile together, so that they share what is read of the keys.
 struct QueryTiles {

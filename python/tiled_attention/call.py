@@ -85,8 +85,8 @@ def prepare(
         raise TypeError(f"query must be float32, float64, bfloat16 or float16, got {query.dtype}")
     if _autocast_active():
         query, key, value = (cast_for_autocast(tensor) for tensor in (query, key, value))
-    scale = default_scale(query.shape[-1]) if scale is None else check_number("scale", scale, "a finite number", math.isfinite)
-    softcap = 0.0 if softcap is None else check_number("softcap", softcap, "a finite number > 0", lambda x: math.isfinite(x) and x > 0)
+    scale = default_scale(query.shape[-1]) if scale is None else check_number("scale", scale, "a finite number", lambda x: -math.inf < x < math.inf)
+    softcap = 0.0 if softcap is None else check_number("softcap", softcap, "a finite number > 0", lambda x: 0 < x < math.inf)
     dropout_p = check_dropout_p(dropout_p)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
@@ -145,11 +145,10 @@ def cast_for_autocast(tensor: Tensor | None) -> Tensor | None:
 
 
 def check_number(name: str, value: Any, expected: str, accepts: Callable[[float], bool]) -> float:
-    if isinstance(value, (torch.SymFloat, torch.SymInt)):
-        return value
-    if isinstance(value, (bool, Tensor, str)) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name} must be {expected}, got {value!r}")
-    value = float(value)
+    if not isinstance(value, float):
+        if isinstance(value, (bool, Tensor, str)) or not hasattr(value, "__float__"):
+            raise TypeError(f"{name} must be {expected}, got {value!r}")
+        value = float(value)
     if not accepts(value):
         raise ValueError(f"{name} must be {expected}, got {value}")
     return value

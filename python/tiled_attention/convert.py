@@ -15,10 +15,10 @@ from .multihead_attention import MultiheadAttention
 def convert(model: nn.Module) -> Conversion:
     """Turn every nn.MultiheadAttention in `model`, itself included, into a `ta.MultiheadAttention` in place.
 
-    The module objects stay the same, and with them their parameters, hooks, training flag, device and the references that others hold; only their
-    class changes. The inference fast path of an nn.TransformerEncoderLayer around them no longer bypasses them. Subclasses that keep
-    `nn.MultiheadAttention.forward` (parametrized modules too) are converted, those with a `forward` of their own are left alone, as are
-    modules that run here already.
+    The module objects stay the same, and with them their parameters, hooks, training flag, device and the references that others hold;
+    only their class changes. The inference fast path of an nn.TransformerEncoderLayer around them no longer bypasses them. Subclasses that
+    keep `nn.MultiheadAttention.forward` (parametrized modules too) are converted, those with a `forward` of their own are left alone, as
+    are modules that run here already.
 
     Args:
         model: any module.
@@ -58,7 +58,8 @@ class Conversion:
     def restore(self) -> None:
         """Give every module the class it had. Once is enough; more does nothing.
 
-        Errors: RuntimeError naming the layer whose class was changed by others since (a parametrization, for one): nothing is restored then.
+        Errors: RuntimeError naming the layer whose class was changed by others since (a parametrization, for one): nothing is restored
+        then.
         """
         for layer in self._layers:
             layer.check()
@@ -75,7 +76,7 @@ class Conversion:
 class ConvertedMultiheadAttention(MultiheadAttention):
     """The class of a converted module: counts, and is otherwise `MultiheadAttention`."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         result = super().forward(*args, **kwargs)
         if not torch.compiler.is_compiling() and self in _counters:
             _counters[self].calls += 1
@@ -102,7 +103,9 @@ class _Layer:
     def check(self) -> None:
         if self._converted and type(self._module) is not self._new:
             found, expected = type(self._module).__name__, self._new.__name__
-            raise RuntimeError(f"restore: layer {self.name!r}: expected the class {expected} of the conversion, got {found}; undo that change first")
+            raise RuntimeError(
+                f"restore: layer {self.name!r}: expected the class {expected} of the conversion, got {found}; undo that change first"
+            )
 
     def restore(self) -> None:
         if self._converted:

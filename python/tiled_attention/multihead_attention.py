@@ -1,13 +1,14 @@
 """Multi-head attention with the parameters, arguments and results of torch.nn.MultiheadAttention, over the exact operator.
 
 Masks reach the operator as the caller gave them (a mask per query and key, a vector per batch item, causality as an interval), never
-expanded over batch and heads. Heads are views of the projections, and the output comes back in their memory order, so that merging is a view too.
+expanded over batch and heads. Heads are views of the projections, and the output comes back in their memory order, so that merging is a
+view too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -56,11 +57,11 @@ class Columns(NamedTuple):
     zero: bool = False
 
     @property
-    def count(self) -> int:
+    def width(self) -> int:
         return (self.bias_key is not None) + self.zero
 
     def prepend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """key, value (..., num_heads, seqlen_kv, head_dim) with `count` more columns."""
+        """key, value (..., num_heads, seqlen_kv, head_dim) with `width` more columns."""
         parts = [(key, value)]
         if self.zero:
             parts.insert(0, (_zero_column(key), _zero_column(value)))
@@ -72,6 +73,9 @@ class Columns(NamedTuple):
         return torch.cat(keys, -2), torch.cat(values, -2)
 
 
+_NO_COLUMNS = Columns()
+
+
 def heads_attention(
     query: Tensor,
     key: Tensor,
@@ -80,7 +84,7 @@ def heads_attention(
     mask: Tensor | Mask | None = None,
     bias: Tensor | None = None,
     is_causal: bool = False,
-    columns: Columns = Columns(),
+    columns: Columns = _NO_COLUMNS,
     dropout_p: float = 0.0,
     need_weights: bool = False,
     average_weights: bool = True,
@@ -88,20 +92,20 @@ def heads_attention(
     """Attention of heads (..., num_heads, seqlen, head_dim), with the module's columns. `is_causal` is aligned to the top left.
 
     Returns:
-        out, and the weights (..., seqlen_q, seqlen_kv + columns.count), per head unless averaged, the columns last; or None.
+        out, and the weights (..., seqlen_q, seqlen_kv + columns.width), per head unless averaged, the columns last; or None.
     """
     options: dict[str, Any] = {"dropout_p": dropout_p}
-    if columns.count:
+    if columns.width:
         key, value = columns.prepend(key, value)
-        mask, bias = _pad_columns(mask, columns.count), _pad_columns(bias, columns.count)
+        mask, bias = _pad_columns(mask, columns.width), _pad_columns(bias, columns.width)
     if is_causal:
         mask = _CAUSAL if mask is None else And(_CAUSAL, mask)
-        options["query_offset"] = columns.count
+        options["query_offset"] = columns.width
     if not need_weights:
-        return attention(query, key, value, mask=mask, bias=bias, **options), None
+        return cast(Tensor, attention(query, key, value, mask=mask, bias=bias, **options)), None
     out, weights = attention_with_weights(query, key, value, mask=mask, bias=bias, average=average_weights, **options)
     weights = weights.to(query.dtype)
-    return out, weights.roll(-columns.count, -1) if columns.count else weights
+    return out, weights.roll(-columns.width, -1) if columns.width else weights
 
 
 def merge_masks(
@@ -174,7 +178,9 @@ def check_mask(name: str, mask: Tensor | None, shapes: list[tuple[int, ...]]) ->
     if mask is None:
         return
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        raise TypeError(f"{name}: expected a bool or floating-point tensor, got {mask.dtype if isinstance(mask, Tensor) else type(mask).__name__}")
+        raise TypeError(
+            f"{name}: expected a bool or floating-point tensor, got {mask.dtype if isinstance(mask, Tensor) else type(mask).__name__}"
+        )
     if not any(tuple(mask.shape) == shape for shape in shapes):
         raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}")
 
@@ -184,7 +190,7 @@ def project_and_attend(
     key: Tensor,
     value: Tensor,
     num_heads: int,
-    in_projection: Callable[[Tensor, Tensor, Tensor, int], list[Tensor]],
+    in_projection: InProjection,
     out_projection: Callable[[Tensor], Tensor],
     *,
     batch_first: bool,
@@ -233,11 +239,13 @@ class MultiheadAttention(nn.MultiheadAttention):
     """Multi-head attention (Vaswani et al., 2017, section 3.2.2): the parameters, state_dict and results of `torch.nn.MultiheadAttention`.
 
     There is one answer over train and eval, grad and no_grad, and `need_weights`: query rows that see no key add 0 before `out_proj`
-    (and their weights are 0) where torch's module gives NaN. Memory is O(seqlen) unless weights are asked for; averaged weights take O(L x S).
-    `out_proj` is called as a module: hooks, adapters and parametrizations of it act. Dropout follows `self.training` and draws its mask as
-    `ta.dropout_mask` does. Under CPU autocast the projections and the attention run in the autocast dtype, floating masks stay as they are.
+    (and their weights are 0) where torch's module gives NaN. Memory is O(seqlen) unless weights are asked for; averaged weights take O(L x
+    S). `out_proj` is called as a module: hooks, adapters and parametrizations of it act. Dropout follows `self.training` and draws its
+    mask as `ta.dropout_mask` does. Under CPU autocast the projections and the attention run in the autocast dtype, floating masks stay as
+    they are.
 
-    Inside `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer` this module is always called, also in inference. It is not scriptable.
+    Inside `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer` this module is always called, also in inference. It is not
+    scriptable.
 
     Args:
         embed_dim: features of query and of the output.
@@ -268,7 +276,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         if embed_dim <= 0 or num_heads <= 0 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim, num_heads: expected positive numbers, the first a multiple of the second, got {embed_dim} and {num_heads}")
+            raise ValueError(
+                f"embed_dim, num_heads: expected positive numbers, the first a multiple of the second, got {embed_dim} and {num_heads}"
+            )
         if not 0.0 <= dropout <= 1.0:
             raise ValueError(f"dropout: expected a probability in [0, 1], got {dropout}")
         nn.Module.__init__(self)

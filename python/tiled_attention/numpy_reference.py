@@ -92,7 +92,8 @@ def multi_head_attention(
         projected: NDArray[Any] = np.asarray(x, dtype=np.float64) @ weight.T + shift
         batch, seqlen, embed_dim = projected.shape
         heads.append(projected.reshape(batch, seqlen, num_heads, embed_dim // num_heads).transpose(0, 2, 1, 3))
-    out, weights = scaled_dot_product_attention(*heads, mask, causal=causal, bias=bias)
+    q, k, v = heads
+    out, weights = scaled_dot_product_attention(q, k, v, mask, causal=causal, bias=bias)
     batch, _, seqlen_q, _ = out.shape
     merged = out.transpose(0, 2, 1, 3).reshape(batch, seqlen_q, -1)
     return merged @ np.asarray(out_proj_weight, dtype=np.float64).T + (0.0 if out_proj_bias is None else np.asarray(out_proj_bias)), weights

@@ -1,7 +1,7 @@
 """`override_sdpa`: PyTorch's own entry points of attention run here while it is on.
 
-Three things change, and change back: the kernel of aten::scaled_dot_product_attention under CompositeImplicitAutograd (which eager, scripted,
-compiled and exported callers all reach), the CPU kernel of aten::_native_multi_head_attention (the inference fast path of
+Three things change, and change back: the kernel of aten::scaled_dot_product_attention under CompositeImplicitAutograd (which eager,
+scripted, compiled and exported callers all reach), the CPU kernel of aten::_native_multi_head_attention (the inference fast path of
 nn.MultiheadAttention and nn.TransformerEncoderLayer), and F.multi_head_attention_forward (whose need_weights=True computes for itself).
 """
 
@@ -28,13 +28,13 @@ from .sdpa import scaled_dot_product_attention
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class override_sdpa:  # noqa: N801
+class override_sdpa:
     """Run F.scaled_dot_product_attention and nn.MultiheadAttention here while it is on.
 
-    A context manager, or `enable()` and `disable()`. It acts on the whole process, all threads, and counts its uses: nested and overlapping ones
-    are fine, the last to end restores torch. Served are calls on CPU in float32, float64, bfloat16 and float16 from eager code,
-    TorchScript, `torch.compile` and `torch.export`, nn.MultiheadAttention with and without weights, nn.TransformerEncoder with its inference
-    fast path, and whatever else calls scaled_dot_product_attention (Hugging Face models on "sdpa").
+    A context manager, or `enable()` and `disable()`. It acts on the whole process, all threads, and counts its uses: nested and
+    overlapping ones are fine, the last to end restores torch. Served are calls on CPU in float32, float64, bfloat16 and float16 from eager
+    code, TorchScript, `torch.compile` and `torch.export`, nn.MultiheadAttention with and without weights, nn.TransformerEncoder with its
+    inference fast path, and whatever else calls scaled_dot_product_attention (Hugging Face models on "sdpa").
 
     Passed on to torch: other devices and dtypes, nested tensors given to scaled_dot_product_attention, tensor subclasses such as DTensor,
     and every call where the enabled backends are MATH alone (`sdpa_kernel(SDPBackend.MATH)`). Not reached: `torch.vmap` over
@@ -159,8 +159,10 @@ def _attention_kernel(
     try:
         out = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     except (TypeError, ValueError, RuntimeError):
-        # Raises torch's own error where torch refuses it too. Without memory: its CPU kernel reads past the end of some of what it should refuse.
-        run_stock(*(x if x is None else x.detach().to("meta") for x in (query, key, value, attn_mask)))
+        # Raises torch's own error where torch refuses it too. Without memory: its CPU kernel reads past the end of some of what it should
+        # refuse.
+        meta = [x.detach().to("meta") for x in (query, key, value)]
+        run_stock(meta[0], meta[1], meta[2], None if attn_mask is None else attn_mask.detach().to("meta"))
         raise
     _switch.count()
     return out
@@ -186,7 +188,16 @@ def _heads_kernel(
     tensors = (query, key, value, in_proj_weight, in_proj_bias, out_proj_weight, out_proj_bias)
     nested = query.is_nested
     if not _serves(*tensors, nested=nested) or (nested and (mask is not None or not key.is_nested or not value.is_nested)):
-        weights_and_mask = (in_proj_weight, in_proj_bias, out_proj_weight, out_proj_bias, mask, need_weights, average_attn_weights, mask_type)
+        weights_and_mask = (
+            in_proj_weight,
+            in_proj_bias,
+            out_proj_weight,
+            out_proj_bias,
+            mask,
+            need_weights,
+            average_attn_weights,
+            mask_type,
+        )
         return stock.call_boxed(torch._C._dispatch_keys(query), query, key, value, embed_dim, num_heads, *weights_and_mask)
     _switch.count()
 
@@ -277,13 +288,16 @@ def _serves_forward(given: _ForwardArguments) -> bool:
     if given.is_causal and given.attn_mask is None:
         return False
     weights = given.in_projection
-    if weights.packed is None and (weights.query is None or weights.key is None or weights.value is None):
-        return False
+    embed_dim = kdim = vdim = given.embed_dim_to_check
+    if weights.packed is None:
+        if weights.query is None or weights.key is None or weights.value is None:
+            return False
+        kdim, vdim = weights.key.shape[1], weights.value.shape[1]
     if (given.bias_k is None) != (given.bias_v is None):
         return False
-    sizes = (given.embed_dim_to_check, *((given.embed_dim_to_check,) * 2 if weights.packed is not None else (weights.key.shape[1], weights.value.shape[1])))
+    masks = (given.key_padding_mask, given.attn_mask)
     try:
-        check_arguments(given.query, given.key, given.value, *sizes, given.num_heads, given.key_padding_mask, given.attn_mask, False)
+        check_arguments(given.query, given.key, given.value, embed_dim, kdim, vdim, given.num_heads, *masks, False)
     except (TypeError, ValueError):
         return False
     heads = (given.num_heads if given.query.dim() == 2 else given.query.shape[1] * given.num_heads, given.key.shape[0])

@@ -6,22 +6,12 @@ O(seqlen_q x seqlen_kv), and seqlen_q x seqlen_kv x head_dim where an input hold
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
-
 import torch
 from torch import Tensor
 
 from .masks import Mask
 
 _INF = float("inf")
-
-
-@overload
-def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[False] = False, **options: Any) -> Tensor: ...
-
-
-@overload
-def attention(query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Any) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -213,7 +203,7 @@ def scaled_dot_product_attention(
     mask, bias = visible, attn_mask
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         mask, bias = visible & attn_mask, None
-    out = attention(q, k, v, mask=mask, bias=bias, scale=scale, dropout_mask=dropout_mask, dropout_p=dropout_p)
+    out, _ = attention(q, k, v, mask=mask, bias=bias, scale=scale, dropout_mask=dropout_mask, dropout_p=dropout_p, return_lse=True)
     return out if max(query.dim(), key.dim(), value.dim()) > 2 else out[0]
 
 
@@ -266,7 +256,7 @@ def multi_head_attention(
         bias = torch.nn.functional.pad(bias.expand(*bias.shape[:-1], seqlen_kv), (0, len(added)))
 
     q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (q, k, v))  # (batch, num_heads, seqlen, head_dim)
-    out = attention(q, k, v, mask=visible, bias=bias, dropout_mask=dropout_mask, dropout_p=dropout_p)
+    out, _ = attention(q, k, v, mask=visible, bias=bias, dropout_mask=dropout_mask, dropout_p=dropout_p, return_lse=True)
     weights = attention_weights(q, k, mask=visible, bias=bias, dropout_mask=dropout_mask, dropout_p=dropout_p)
     return linear(out.transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias), weights
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 EXTRAS = ("rich", "matplotlib")
+MIN_WIDTH = 112
 SMALL_PARITY, FULL_PARITY = (67,), (67, 197, 512)
 SMALL_SPEED, FULL_SPEED = (128, 512, 1024), (128, 256, 512, 1024, 2048, 4096)
 SMALL_MEMORY, FULL_MEMORY = (1024, 4096), (1024, 2048, 4096, 8192, 16384)
@@ -154,7 +155,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from . import plots, report
 
-    console = Console()
+    # Narrower, the tables would lose digits.
+    console = Console(width=max(MIN_WIDTH, Console().width))
     results = compare(arguments.quick, threads, arguments.sizes, console)
     report.show(console, results)
     if arguments.out is not None:

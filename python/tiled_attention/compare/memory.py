@@ -87,12 +87,14 @@ def measure(
             with torch.no_grad():
                 module.eval()(x, x, x, need_weights=bool(need_weights))
             return
+        query, key, value = tensors
+        out: Any
         if implementation == "tiled":
-            out = ta.attention(*tensors, bias=extra, dropout_p=dropout_p)
+            out = ta.attention(query, key, value, bias=extra, dropout_p=dropout_p)
         elif implementation == "sdpa":
-            out = F.scaled_dot_product_attention(*tensors, attn_mask=extra, dropout_p=dropout_p)
+            out = F.scaled_dot_product_attention(query, key, value, extra, dropout_p)
         else:
-            out = naive_attention(*tensors, bias=extra, dropout_p=dropout_p)
+            out = naive_attention(query, key, value, bias=extra, dropout_p=dropout_p)
         if backward:
             torch.autograd.grad(out, [*tensors, *([extra] if extra is not None else [])], grad_out)
 

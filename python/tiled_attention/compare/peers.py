@@ -19,7 +19,9 @@ def tiled(problem: Problem) -> torch.Tensor:
         torch.manual_seed(problem.case.seed)
     inputs = problem.inputs
     arguments = {name: value for name, value in inputs.arguments().items() if name not in ("query", "key", "value")}
-    return ta.attention(inputs.query, inputs.key, inputs.value, **arguments)
+    out = ta.attention(inputs.query, inputs.key, inputs.value, **arguments)
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 def float_mask(problem: Problem) -> torch.Tensor | None:

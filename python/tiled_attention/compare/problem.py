@@ -49,7 +49,8 @@ def make_problem(case: Case) -> Problem:
     kept = None
     if case.dropout_p > 0:
         torch.manual_seed(case.seed)
-        kept = ta.dropout_mask(*case.score_shape, case.dropout_p)
+        batch, num_heads, seqlen_q, seqlen_kv = case.score_shape
+        kept = ta.dropout_mask(batch, num_heads, seqlen_q, seqlen_kv, case.dropout_p)
     generator = torch.Generator().manual_seed(case.seed + 1)
     grad_out = torch.randn(*case.score_shape[:-1], case.value_dim, generator=generator).to(case.dtype)
     return Problem(case, case.inputs().requires_grad_(), grad_out, kept)

@@ -1,6 +1,7 @@
 """Step 2, speed: the operator against SDPA and plain math, the module against nn.MultiheadAttention."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,8 +70,9 @@ def operator_calls(variant: str, n: int, dtype: torch.dtype) -> tuple[Calls, lis
     ours = ta.Causal() if causal else mask
     stock = bias if mask is None or causal else mask
     leaves = [query, key, value] + ([bias] if bias is not None and bias.requires_grad else [])
+    tiled: Any = ta.attention
     return {
-        "tiled": lambda: ta.attention(query, key, value, mask=ours, bias=bias, dropout_p=dropout_p),
+        "tiled": lambda: tiled(query, key, value, mask=ours, bias=bias, dropout_p=dropout_p),
         "sdpa": lambda: F.scaled_dot_product_attention(query, key, value, stock, dropout_p, causal),
         "math": lambda: naive_attention(query, key, value, mask, bias, dropout_p),
     }, leaves
@@ -107,7 +109,7 @@ def directed(calls: Calls, leaves: list[torch.Tensor], direction: str) -> dict[s
         torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
 
     step = forward if direction == "forward" else both
-    return {name: lambda call=call: step(call) for name, call in calls.items()}
+    return {name: partial(step, call) for name, call in calls.items()}
 
 
 def pairs(variant: str, n: int) -> float:
@@ -120,8 +122,8 @@ def run(
 ) -> list[dict[str, Any]]:
     """Rows for each (dtype, variant, length) of the plan, lengths increasing, forward and forward+backward.
 
-    seconds: time for one comparison. Another implementation is left out of a length when its time at the one before says that a call takes more
-    than `slowest` seconds, plain math also where its n x n matrices pass half the free memory; the row says so.
+    seconds: time for one comparison. Another implementation is left out of a length when its time at the one before says that a call takes
+    more than `slowest` seconds, plain math also where its n x n matrices pass half the free memory; the row says so.
     """
     rows = []
     last: dict[tuple[str, str, str, str], tuple[int, float]] = {}

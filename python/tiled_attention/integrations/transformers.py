@@ -7,7 +7,7 @@ patterns that it does not know become dense. Left padding, right padding, static
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,10 @@ _UNBOUNDED = 1 << 40
 def register() -> str:
     """Make this package an attention implementation of transformers, and return its name, "tiled_attention".
 
-    `AutoModel.from_pretrained(..., attn_implementation="tiled_attention")`, or `model.set_attn_implementation("tiled_attention")`, for every model
-    that looks its attention up in transformers' AttentionInterface. Grouped heads, sliding windows, softcap, attention sinks, position biases,
-    dropout, packed sequences (`position_ids` that restart) and all caches are served. Query rows that see no key (those of left padding) give 0.
+    `AutoModel.from_pretrained(..., attn_implementation="tiled_attention")`, or `model.set_attn_implementation("tiled_attention")`, for
+    every model that looks its attention up in transformers' AttentionInterface. Grouped heads, sliding windows, softcap, attention sinks,
+    position biases, dropout, packed sequences (`position_ids` that restart) and all caches are served. Query rows that see no key (those
+    of left padding) give 0.
 
     Errors: RuntimeError for transformers before version 5.
     """
@@ -50,7 +51,7 @@ class PatternMask(Tensor):
     query_offset: int | Tensor  # position of the first query among the keys
 
     @staticmethod
-    def __new__(cls, mask: Mask, query_offset: int, shape: tuple[int, ...], device: torch.device) -> PatternMask:
+    def __new__(cls, mask: Mask, query_offset: int | Tensor, shape: tuple[int, ...], device: torch.device) -> PatternMask:
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         self.mask, self.query_offset = mask, query_offset
         return self
@@ -63,7 +64,7 @@ class PatternMask(Tensor):
         return f"PatternMask({self.mask!r}, query_offset={self.query_offset}, shape={tuple(self.shape)})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = torch.utils._pytree.tree_map_only(PatternMask, PatternMask.dense, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -95,7 +96,7 @@ def attention_mask(
         None where the module's own `is_causal` says it all, a view (batch, 1, q_length, kv_length) of the padding where nothing else hides
         keys, a `PatternMask` (a `TracedPattern` in a trace), or the dense mask of transformers' own function.
     """
-    tracing = masking_utils.is_tracing(attention_mask) or isinstance(q_offset, Tensor) and masking_utils.is_tracing(q_offset)
+    tracing = masking_utils.is_tracing(attention_mask) or (isinstance(q_offset, Tensor) and masking_utils.is_tracing(q_offset))
     if q_length == 1:
         pattern = None
     elif tracing:
@@ -123,7 +124,11 @@ def attention_mask(
     padding = _padding(attention_mask, kv_length, kv_offset, tracing)
     if isinstance(pattern, _Everything):
         if padding is None:
-            return None if allow_is_bidirectional_skip else torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
+            return (
+                None
+                if allow_is_bidirectional_skip
+                else torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
+            )
         return padding.expand(batch_size, 1, q_length, kv_length)
     if padding is None and pattern == Causal() and allow_is_causal_skip and not isinstance(offset, Tensor) and offset == 0:
         return None
@@ -153,14 +158,16 @@ def attention_forward(
     Args:
         query: (batch, num_heads, seqlen_q, head_dim).
         key, value: (batch, num_heads_kv, seqlen_kv, head_dim or head_dim_v).
-        attention_mask: from `attention_mask`; or 4-D, bool (True = attend) or floating (added); or None: causal (aligned to the top left) where
+        attention_mask: from `attention_mask`; or 4-D, bool (True = attend) or floating (added); or None: causal (aligned to the top left)
+        where
             there are several queries and `is_causal`, or else the module's attribute of that name (default True), says so.
         softcap, s_aux, position_bias: softcap, sink logits (num_heads,), additive bias.
 
     Returns:
         (batch, seqlen_q, num_heads, head_dim_v), and the weights (batch, num_heads, seqlen_q, seqlen_kv) if `output_attentions`, or None.
     """
-    mask, query_offset, bias = None, None, position_bias
+    mask: Mask | Tensor | None = None
+    query_offset, bias = None, position_bias
     if isinstance(attention_mask, (PatternMask, TracedPattern)):
         mask, query_offset = attention_mask.mask, attention_mask.query_offset
     elif attention_mask is None:
@@ -180,7 +187,7 @@ def attention_forward(
     if output_attentions:
         out, weights = attention_with_weights(query, key, value, mask=mask, bias=bias, average=False, **options)
     else:
-        out = attention(query, key, value, mask=mask, bias=bias, **options)
+        out = cast(Tensor, attention(query, key, value, mask=mask, bias=bias, **options))
     return out.transpose(1, 2).contiguous(), weights
 
 
