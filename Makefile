@@ -31,7 +31,7 @@ LOCKED := -c $(STAMPS)/constraints.txt
 CPP := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PY := python tests benchmarks examples tools setup.py
 
-.PHONY: help dev test test-fast check format bench compare dist clean
+.PHONY: help dev test test-fast check check-cpp check-python check-types check-tree check-example format bench compare dist clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -78,12 +78,25 @@ test: $(TEST)
 test-fast: $(TEST)
 	$(PYTEST) -m 'not slow' $(ARGS)
 
-check: $(STAMPS)/compare.txt $(STAMPS)/test.txt $(STAMPS)/dev.txt
+# Each on its own, so that `make -k check` reports all of them.
+CHECKS := check-cpp check-python check-types check-tree check-example
+check: $(CHECKS)
+$(CHECKS): $(STAMPS)/compare.txt $(STAMPS)/test.txt $(STAMPS)/dev.txt
+
+check-cpp:
 	$(ENV)/bin/clang-format --dry-run -Werror $(CPP)
+
+check-python:
 	$(ENV_PYTHON) -m ruff check $(PY)
 	$(ENV_PYTHON) -m ruff format --check $(PY)
+
+check-types:
 	$(ENV_PYTHON) -m mypy
+
+check-tree:
 	$(ENV_PYTHON) tools/check_tree.py
+
+check-example:
 	$(ENV_PYTHON) examples/quickstart.py
 
 format: $(STAMPS)/dev.txt

@@ -54,7 +54,8 @@ class BuildKernels(build_clib):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.build_clib = os.path.join("build", f"kernels-{sysconfig.get_platform()}")
+        build_base = self.get_finalized_command("build").build_base
+        self.build_clib = os.path.join(build_base, f"kernels-{sysconfig.get_platform()}")
 
     def build_libraries(self, libraries: list) -> None:
         def build(library: tuple) -> None:

@@ -99,17 +99,18 @@ def threads(threads: int, rounds: int, seconds: float) -> Iterator[Row]:
 def memory(threads: int, rounds: int, seconds: float) -> Iterator[Row]:
     """Peak beyond the inputs at n = 16384 against what the arrays that must exist take, and a bias with its gradient."""
     n, head_dim = 16384, 64
+    common = {"implementation": "tiled", "n": n, "head_dim": head_dim, "threads": threads, "timed_calls": 0}
     for num_heads in (1, 8):
         for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
             element = n * head_dim
             results = num_heads * element * itemsize * (4 if itemsize == 4 else 5) + 4 * num_heads * n  # out, gradients, residual; lse
             # Packed key and value with their accumulators per thread, and 4 buffers of dk and dv, in float32.
             allowed = results + threads * 4 * element * 4 + 4 * 2 * element * 4
-            found = in_fresh_process(implementation="tiled", n=n, num_heads=num_heads, head_dim=head_dim, dtype=dtype, threads=threads)
+            found = in_fresh_process(**common, num_heads=num_heads, dtype=dtype)
             row = Row("memory", f"(1, {num_heads}, {n}, {head_dim}) {dtype} forward+backward", unit="MiB", ours=found["bytes"] / 2**20)
             yield row.want_value(at_most=allowed / 2**20)
     n, num_heads = 2048, 8
-    found = in_fresh_process(implementation="tiled", n=n, num_heads=num_heads, bias=True, threads=threads)
+    found = in_fresh_process(**common | {"n": n}, num_heads=num_heads, bias=True)
     matrix, element = num_heads * n * n * 4, n * head_dim * 4
     row = Row("memory", f"(1, {num_heads}, {n}, {head_dim}) bias with gradient", unit="MiB", ours=found["bytes"] / 2**20)
     yield row.want_value(at_most=(matrix + 4 * num_heads * element + threads * 4 * element + 8 * element) / 2**20)
@@ -137,7 +138,15 @@ def p1(threads: int, rounds: int, seconds: float) -> Iterator[Row]:
             row = Row("P1", f"{n} x 256 with averaged weights", "ours without", "ms")
             yield _timed(row, calls, rounds, seconds, (calls["ours"](), calls["theirs"]()))
     for need_weights in (True, False):
-        options = {"implementation": "module", "n": 2048, "num_heads": 8, "head_dim": 32, "threads": threads, "backward": False}
+        options = {
+            "implementation": "module",
+            "n": 2048,
+            "num_heads": 8,
+            "head_dim": 32,
+            "threads": threads,
+            "backward": False,
+            "timed_calls": 0,
+        }
         found = in_fresh_process(**options, need_weights=need_weights)
         row = Row("P1", f"2048 x 256, peak memory, need_weights={need_weights}", unit="MiB", ours=found["bytes"] / 2**20)
         # Averaged weights are one n x n matrix; eight arrays of n x embed_dim are projections, out, and what the pass packs.

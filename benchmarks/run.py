@@ -17,6 +17,7 @@ from typing import Any
 import claims
 import torch
 import torch.nn.functional as F
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rows import Row
@@ -29,6 +30,7 @@ from tiled_attention.compare.timing import alternate
 from tiled_attention.library import ops
 from tiled_attention.testing import Case, largest
 
+WIDTH = 150
 # A result further away than this share of its largest element is wrong; accuracy itself is what the tests and `compare` look at.
 WRONG = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -131,7 +133,7 @@ def run_pairs(settings: Settings, wanted: Callable[[str], bool]) -> Iterator[Row
 
 def show(console: Console, rows: list[Row]) -> None:
     """One line per row."""
-    table = Table(title="Numbers to reach; ratio is their time over ours", title_justify="left")
+    table = Table(title="Numbers to reach; ratio is theirs over ours", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for index, column in enumerate(("claim", "what", "against", "ours", "theirs", "", "ratio", "of peak", "target", "met")):
         table.add_column(column, justify="left" if index < 3 else "right")
     for row in rows:
@@ -157,11 +159,11 @@ def main() -> int:
     def wanted(claim: str) -> bool:
         return arguments.only is None or claim in arguments.only
 
-    console = Console()
+    console = Console(width=max(WIDTH, Console().width))
     torch.manual_seed(0)
     rows: list[Row] = []
+    described: dict[str, Any] = machine.describe(settings.threads)
     with machine.pinned(settings.threads):
-        described: dict[str, Any] = machine.describe(settings.threads)
         for row in run_pairs(settings, wanted):
             console.print(row.line(), highlight=False, soft_wrap=True)
             rows.append(row)

@@ -174,10 +174,10 @@ ADVERSARIAL = [
         for mask in (None, "Causal()")
     ),
     # Every layout for all three, and alternating.
-    *(BASE.replace(layout=layout, mask="Causal()", dtype=dtype) for layout in LAYOUTS for dtype in DTYPES),
+    *(BASE.replace(layout=layout, mask="Causal()", dtype=dtype) for layout in LAYOUTS[:-1] for dtype in DTYPES),
     *(
         BASE.replace(layout=(a, b, c), dtype=F32)
-        for a, b, c in zip(LAYOUTS, LAYOUTS[3:] + LAYOUTS[:3], LAYOUTS[5:] + LAYOUTS[:5], strict=True)
+        for a, b, c in zip(LAYOUTS[:8], LAYOUTS[3:8] + LAYOUTS[:3], LAYOUTS[5:8] + LAYOUTS[:5], strict=True)
     ),
     # Dropout that drops all, nothing, or a share below half a step of 2^-16.
     *(BASE.replace(dropout_p=p, dtype=dtype) for p in (1.0, 1e-6, 0.999) for dtype in (F32, BF16)),

@@ -39,7 +39,7 @@ def test_the_mask_is_the_philox_of_the_contract(shape: tuple[int, int, int, int]
 
 
 @pytest.mark.parametrize(
-    "offsets", ((0, 0, 0, 1), (0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0), (3, 5, 7, 9), (0, 0, 2**31 + 1, 2**33 + 3)), ids=str
+    "offsets", ((0, 0, 0, 1), (0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0), (3, 5, 7, 9), (0, 0, 2**31 + 1, 2**32 - 99)), ids=str
 )
 def test_offsets_shift_the_counters(offsets: tuple[int, int, int, int], isa: str):
     shape = (2, 3, 9, 21)
@@ -85,9 +85,9 @@ def test_kept_weights_are_scaled_by_the_quantised_share(p: float, dtype: torch.d
     kept = ta.dropout_mask(1, 1, 33, 64, p)
     torch.manual_seed(1)
     out = ta.attention(query, key, value, dropout_p=p)
-    want = kept / 64 / (1 - round(p * 65536) / 65536)
+    want = kept.double() / 64 / (1 - round(p * 65536) / 65536)
     assert torch.equal(out == 0, ~kept)
-    assert_accurate(out, want.double(), tolerance(dtype) * largest(want) * 2, "out")
+    assert_accurate(out, want, tolerance(dtype) * largest(want) * 2, "out")
 
 
 def test_below_half_a_step_nothing_is_dropped():

@@ -8,8 +8,11 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import tiled_attention as ta
+from tiled_attention.multihead_attention import merge_masks
 
 INF = math.inf
 OPTIONS = {
@@ -225,9 +228,7 @@ def test_other_dtypes(dtype: torch.dtype):
     m = parametrized_module(True, dtype)
     x = inputs(m, 2, 6, 9, dtype=dtype)
     given = masks("float + padding", 2, 3, 6, 9)
-    expected_out, expected = definition(m, *x, **given)
-    out, weights = m(*x, **given)
-    tolerance = 64 * torch.finfo(dtype).eps
+    (out, weights), (expected_out, expected), tolerance = m(*x, **given), definition(m, *x, **given), 64 * torch.finfo(dtype).eps
     assert out.dtype == weights.dtype == dtype and close(out, expected_out, tolerance) and close(weights, expected.mean(1), tolerance)
 
 
@@ -353,8 +354,7 @@ def test_nested_tensors_are_attended_item_by_item():
 class LowRank(nn.Module):
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
-        self.inner, self.a, self.b = inner, nn.Linear(inner.in_features, 2, bias=False), nn.Linear(2, inner.out_features, bias=False)
-        self.weight, self.bias = inner.weight, inner.bias
+        self.inner, self.a, self.b = inner, nn.Linear(inner.in_features, 2), nn.Linear(2, inner.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) + self.b(self.a(x))
@@ -382,10 +382,8 @@ def test_out_proj_is_called(need_weights: bool, train: bool):
     nn.utils.parametrize.register_parametrization(m, "in_proj_weight", Doubled())
     with torch.no_grad():
         doubled = nn.MultiheadAttention(24, 3, batch_first=True)
-        doubled.in_proj_weight.copy_(m.in_proj_weight)
-        doubled.in_proj_bias.copy_(m.in_proj_bias)
-        doubled.out_proj.weight.copy_(m.out_proj.weight)
-        doubled.out_proj.bias.copy_(m.out_proj.bias)
+        packed = {name: getattr(m, name) for name in ("in_proj_weight", "in_proj_bias")}
+        doubled.load_state_dict(packed | {f"out_proj.{name}": getattr(m.out_proj, name) for name in ("weight", "bias")})
         assert close(m(x, x, x, need_weights=need_weights)[0], definition(doubled, x, x, x)[0])
 
 
@@ -426,10 +424,48 @@ def test_compiles_into_one_graph(mask: str, need_weights: bool):
         assert all(close(a, b) for a, b in zip(got, wanted))
 
 
-def test_out_is_contiguous_in_the_order_of_the_input():
-    for batch_first in (False, True):
-        m, x = ta.MultiheadAttention(24, 3, batch_first=batch_first), torch.randn(4, 6, 24)
-        assert m(x, x, x, need_weights=False)[0].is_contiguous()
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor):
+                self.size = max(self.size, t.untyped_storage().nbytes() // t.itemsize)
+        return result
+
+
+@pytest.mark.parametrize("mask", [name for name in MASKS if "3-D" not in name or "expanded" in name])
+@pytest.mark.parametrize("need_weights", (False, True))
+@pytest.mark.parametrize("batch_first", (False, True))
+def test_nothing_is_expanded_over_batch_or_heads(mask: str, need_weights: bool, batch_first: bool):
+    batch, heads, seqlen = 3, 8, 96
+    m = ta.MultiheadAttention(8, heads, batch_first=batch_first)
+    x = torch.randn(batch, seqlen, 8) if batch_first else torch.randn(seqlen, batch, 8)
+    given = masks(mask, batch, heads, seqlen, seqlen)
+    if mask == "dead":
+        given = {"attn_mask": torch.tensor([False, True] * 4 * batch).view(-1, 1, 1).expand(-1, seqlen, seqlen)}
+    for causal in (False, True):
+        with Largest() as largest:
+            m(x, x, x, need_weights=need_weights, is_causal=causal, **given)[0].sum().backward()
+        per_item = need_weights or mask in ("float + float padding", "float + -inf padding")  # two that are added
+        assert largest.size <= (batch if per_item else 1) * seqlen * seqlen
+
+
+def test_a_float_padding_mask_that_only_hides_is_not_added_to_another():
+    given = masks("float + -inf padding", 3, 2, 5, 7)
+    mask, bias = merge_masks(given["attn_mask"], given["key_padding_mask"], 3, 2, torch.float32)
+    assert bias is given["attn_mask"] and torch.equal(mask, (given["key_padding_mask"] == 0)[:, None, None, :])
+
+
+@pytest.mark.parametrize("batch_first", (False, True))
+def test_out_is_contiguous_in_the_order_of_the_input(batch_first: bool):
+    m, x = ta.MultiheadAttention(24, 3, batch_first=batch_first), torch.randn(4, 6, 24)
+    assert m(x, x, x, need_weights=False)[0].is_contiguous()
 
 
 BAD = {
@@ -458,7 +494,7 @@ def test_errors_name_the_argument(name: str, changed: dict):
             m.train(train)(**arguments)
 
 
-def test_constructor_errors():
-    for sizes in ((0, 1), (8, 0), (8, -2), (8, 3)):
-        with pytest.raises(ValueError, match="embed_dim, num_heads"):
-            ta.MultiheadAttention(*sizes)
+@pytest.mark.parametrize("sizes", ((0, 1), (8, 0), (8, -2), (8, 3)))
+def test_constructor_errors(sizes: tuple[int, int]):
+    with pytest.raises(ValueError, match="embed_dim, num_heads"):
+        ta.MultiheadAttention(*sizes)

@@ -292,6 +292,13 @@ def test_scripted_module():
     assert close(out, m(x, x, x)[0], 1e-5) and close(scripted(x, x, x), m(x, x, x), 1e-5)
 
 
+def test_what_is_traced_under_it_runs_without_it():
+    m, x = nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 5, 16)
+    with ta.override_sdpa():
+        traced = torch.jit.trace(m, (x, x, x))
+    assert "tiled_attention" not in str(traced.inlined_graph) and close(traced(x, x, x), m(x, x, x), 1e-5)
+
+
 def test_causal_bias_objects():
     q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8)
     for bias in (causal_upper_left(4, 6), causal_lower_right(4, 6)):

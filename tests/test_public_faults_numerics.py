@@ -230,7 +230,7 @@ def test_l12_the_sink_is_in_the_denominator_alone(dtype: torch.dtype, isa: str):
         x.sinks = torch.tensor([size, -size, 0.5 * size, size], dtype=real)
         want, want_lse = oracle.attention(x)
         got = run(case, x)
-        assert_accurate(got["out"], want, tolerance(dtype), "out")
+        assert_accurate(got["out"], want, tolerance(dtype, largest(want)), "out")
         assert_accurate(got["lse"], want_lse, 1e-5 + 2.0**-9 * on_dot_path(dtype), "lse")
 
 

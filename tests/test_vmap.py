@@ -1,7 +1,8 @@
-"""torch.vmap: every argument mapped or not, from any dimension, without torch's slow fallback; randomness modes; transforms inside one another."""
+"""torch.vmap: every argument mapped or not, from any dimension, without torch's slow fallback; randomness; nested transforms."""
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -232,7 +233,9 @@ def test_gradients_see_the_mask_of_the_forward(randomness):
     slope, out = torch.vmap(value_and_slope, randomness=randomness)(query, key, value)
     # out is linear in value: <slope, value> = out for one mask and no other
     torch.testing.assert_close((slope * value).sum((1, 2, 3, 4)), out)
-    primal, tangent = torch.vmap(lambda q, k, v: jvp(lambda v: dropped(q, k, v).sum(), (v,), (v,)), randomness=randomness)(query, key, value)
+    primal, tangent = torch.vmap(lambda q, k, v: jvp(lambda v: dropped(q, k, v).sum(), (v,), (v,)), randomness=randomness)(
+        query, key, value
+    )
     torch.testing.assert_close(primal, tangent)
 
 
@@ -270,7 +273,7 @@ def test_merge():
 def test_drop_in():
     query, key, value = (randn(SAMPLES, 2, 4, 3) for _ in range(3))
     for options in (dict(), dict(is_causal=True), dict(attn_mask=torch.rand(4, 4) > 0.2)):
-        run = lambda *tensors: ta.scaled_dot_product_attention(*tensors, **options)
+        run = partial(ta.scaled_dot_product_attention, **options)
         torch.testing.assert_close(torch.vmap(run)(query, key, value), run(query, key, value))
 
 
@@ -282,5 +285,5 @@ def test_raw_operators():
     arguments = (None,) * 8 + (0.5, 0.0, 0.0, [], [])
     for name in ("attention", "attention_fwd"):
         op = getattr(torch.ops.tiled_attention, name)
-        ours = torch.vmap(lambda q, k, v: op(q, k, v, *arguments, False)[:2])(query, key, value)
+        ours = torch.vmap(lambda q, k, v, op=op: op(q, k, v, *arguments, False)[:2])(query, key, value)
         torch.testing.assert_close(ours, ta.attention(query, key, value, scale=0.5, return_lse=True))

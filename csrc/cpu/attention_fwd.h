@@ -13,7 +13,7 @@ inline namespace KERNEL_ISA {
 #ifndef FWD_TILE_KV
 #define FWD_TILE_KV 512
 #endif
-constexpr int kFwdTileQ = (FWD_TILE_Q + kBlockRows - 1) / kBlockRows * kBlockRows, kFwdTileKV = FWD_TILE_KV;
+constexpr int kFwdTileQ = whole_steps(FWD_TILE_Q, kBlockRows), kFwdTileKV = whole_steps(FWD_TILE_KV, kPanel<float>);
 
 // Keys are summed in splits of this many, each with its own maximum, and the splits added in order: threads can then share the keys of one row.
 #ifndef SPLIT_KV

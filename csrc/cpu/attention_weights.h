@@ -7,7 +7,7 @@
 namespace tiled_attention {
 inline namespace KERNEL_ISA {
 
-constexpr int kWeightsTileQ = kBlockRows * 4, kWeightsTileKV = 512;
+constexpr int kWeightsTileQ = kBlockRows * 8, kWeightsTileKV = 512;
 
 template <class T, class Unit, bool kDrop>
 struct Weights {
@@ -22,7 +22,8 @@ struct Weights {
   struct Buffers {
     TileRow* rows;   // [tile_q]
     Unit *query, *key;
-    Real *scores, *sums;  // [tile_q][tile_kv]
+    Real* scores;  // [block][tile_kv]
+    Real* weights;  // [tile_q][tile_kv]
     uint32_t* dropout_bits;
     T* temp;
   };
@@ -40,8 +41,8 @@ struct Weights {
     b.rows = s.take<TileRow>(kWeightsTileQ);
     b.query = s.take<Unit>(int64_t(kWeightsTileQ) * query_stride);
     b.key = s.take<Unit>(int64_t(kWeightsTileKV / kPanel<Unit>) * key_panel);
-    b.scores = s.take<Real>(kWeightsTileQ * kWeightsTileKV);
-    b.sums = s.take<Real>(params.average ? kWeightsTileQ * kWeightsTileKV : 0);
+    b.scores = s.take<Real>(kBlockRows * kWeightsTileKV);
+    b.weights = s.take<Real>(kWeightsTileQ * kWeightsTileKV);
     b.dropout_bits = s.take<uint32_t>(kDrop ? Dropout::row_bits_size(kWeightsTileKV) : 0);
     b.temp = s.take<T>(kWeightsTileKV * p.head_dim);
     return b;
@@ -61,28 +62,17 @@ struct Weights {
       const int64_t batch = item / tiles / heads, head = item / tiles % heads;
       const int row_begin = int(item % tiles / key_tiles) * kWeightsTileQ, key_begin = int(item % key_tiles) * kWeightsTileKV;
       const int rows = int(min_of(int64_t(kWeightsTileQ), params.num_rows - row_begin)), cols = int(min_of(int64_t(kWeightsTileKV), p.seqlen_kv - key_begin));
-      if (!params.average) {
-        tile(batch, int(head), row_begin, rows, key_begin, cols, buf);
-        store(batch, head, row_begin, rows, key_begin, cols, buf.scores);
-        return;
-      }
-      memset(buf.sums, 0, kWeightsTileQ * kWeightsTileKV * sizeof(Real));
-      for (int h = 0; h < p.num_heads; h++) {
-        tile(batch, h, row_begin, rows, key_begin, cols, buf);
-        const V share(Real(1) / Real(p.num_heads));
-        for (int i = 0; i < rows; i++)
-          for (int j = 0; j < cols; j += V::kLanes) {
-            Real* sum = buf.sums + i * kWeightsTileKV + j;
-            multiply_add(V::load(buf.scores + i * kWeightsTileKV + j), share, V::load(sum)).store(sum);
-          }
-      }
-      store(batch, 0, row_begin, rows, key_begin, cols, buf.sums);
+      memset(buf.weights, 0, kWeightsTileQ * kWeightsTileKV * sizeof(Real));
+      if (params.average)
+        for (int h = 0; h < p.num_heads; h++) add_head(batch, h, row_begin, rows, key_begin, cols, Real(1) / Real(p.num_heads), buf);
+      else add_head(batch, int(head), row_begin, rows, key_begin, cols, Real(1), buf);
+      store(batch, head, row_begin, rows, key_begin, cols, buf.weights);
     });
   }
 
  private:
-  // The weights of one tile, in buf.scores.
-  void tile(int64_t batch, int head, int row_begin, int rows, int key_begin, int key_count, const Buffers& buf) const {
+  // buf.weights += the weights of one head times `share`, block of rows by block of rows: the scores stay in L1, the sums in L2.
+  void add_head(int64_t batch, int head, int row_begin, int rows, int key_begin, int key_count, Real share, const Buffers& buf) const {
     const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
     const ScoreMods<Real> mods(p, mask, batch);
     const int head_dim = int(p.head_dim), head_kv = int(head / (p.num_heads / p.num_heads_kv)), cols = round_up(key_count, kPanel<Unit>);
@@ -95,24 +85,26 @@ struct Weights {
     }
     const auto key = adjacent_columns(matrix<const T>(p, p.key, batch, head_kv), key_begin, key_count, head_dim, buf.temp);
     pack_transposed(key.data, key.row_stride, key_count, head_dim, buf.key, key_panel);
-    for (int i0 = 0; i0 < rows; i0 += kBlockRows)
-      gemm<Left::RowMajor, Store::Overwrite>(min_of(kBlockRows, rows - i0), key_count, units<Unit>(head_dim), buf.query + int64_t(i0) * query_stride, query_stride, buf.key, key_panel,
-                                             buf.scores + i0 * kWeightsTileKV, kWeightsTileKV);
-    Real factor = kUnitSize<Unit> == 1 ? Real(1) : mods.factor() < 0 ? -mods.factor() : mods.factor();
-    if (mods.any()) mods.apply(buf.rows, rows, key_begin, key_begin + key_count, buf.scores, kWeightsTileKV, factor, (Real*)nullptr), factor = Real(1);
     const Dropout dropout(p.dropout, batch, head, nullptr);
-    for (int i = 0; i < rows; i++) {
-      Real* row = buf.scores + i * kWeightsTileKV;
-      mask_row(row, cols, key_begin, buf.rows[i].keys);
-      const Real lse = ((const Real*)p.lse)[(batch * p.num_heads + head) * p.seqlen_q + buf.rows[i].query];
-      const V hidden(Real(-INFINITY)), shift(lse == Real(-INFINITY) ? Real(0) : Real(lse * kLog2e)), inverse(Real(kDrop ? dropout.inverse_keep : 1));
-      const uint32_t* bits = kDrop ? dropout.row_bits(buf.rows[i].query, key_begin, cols, buf.dropout_bits) : nullptr;
-      for (int j = 0; j < cols; j += V::kLanes) {
-        const V score = V::load(row + j);
-        V weight = exp2(score * V(factor) - shift);
-        weight = score.v == hidden.v ? V(Real(0)).v : weight.v;
-        if (kDrop) weight = dropout.keep(weight, bits + j) * inverse;
-        weight.store(row + j);
+    for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
+      const int count = min_of(kBlockRows, rows - i0);
+      const TileRow* block = buf.rows + i0;
+      gemm<Left::RowMajor, Store::Overwrite>(count, key_count, units<Unit>(head_dim), buf.query + int64_t(i0) * query_stride, query_stride, buf.key, key_panel, buf.scores, kWeightsTileKV);
+      Real factor = kUnitSize<Unit> == 1 ? Real(1) : mods.factor() < 0 ? -mods.factor() : mods.factor();
+      if (mods.any()) mods.apply(block, count, key_begin, key_begin + key_count, buf.scores, kWeightsTileKV, factor, (Real*)nullptr), factor = Real(1);
+      for (int i = 0; i < count; i++) {
+        Real *row = buf.scores + i * kWeightsTileKV, *sums = buf.weights + (i0 + i) * kWeightsTileKV;
+        if (!covers(block[i].keys.main, key_begin, key_begin + cols)) mask_row(row, cols, key_begin, block[i].keys);
+        const Real lse = ((const Real*)p.lse)[(batch * p.num_heads + head) * p.seqlen_q + block[i].query];
+        const V hidden(Real(-INFINITY)), shift(lse == Real(-INFINITY) ? Real(0) : Real(lse * kLog2e)), scale(share * Real(kDrop ? dropout.inverse_keep : 1));
+        const uint32_t* bits = kDrop ? dropout.row_bits(block[i].query, key_begin, cols, buf.dropout_bits) : nullptr;
+        for (int j = 0; j < cols; j += V::kLanes) {
+          const V score = V::load(row + j);
+          V weight = exp2(score * V(factor) - shift);
+          weight = score.v == hidden.v ? V(Real(0)).v : weight.v;
+          if (kDrop) weight = dropout.keep(weight, bits + j);
+          multiply_add(weight, scale, V::load(sums + j)).store(sums + j);
+        }
       }
     }
   }

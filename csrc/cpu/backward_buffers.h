@@ -16,7 +16,7 @@ inline namespace KERNEL_ISA {
 #ifndef BWD_CHUNK_ROWS
 #define BWD_CHUNK_ROWS 96
 #endif
-constexpr int kBwdTileQ = (BWD_TILE_Q + kBlockRows - 1) / kBlockRows * kBlockRows, kBwdTileKV = BWD_TILE_KV, kMaxChunks = 4;
+constexpr int kBwdTileQ = whole_steps(BWD_TILE_Q, kBlockRows), kBwdTileKV = whole_steps(BWD_TILE_KV, kPanel<float>), kMaxChunks = 4;
 
 // How the heads of a call are shared out. A function of the shape alone, so that sums have one order.
 //   groups > 0: groups of heads at the same time, the heads of a group one after the other because they add to the same elements of grad_bias;

@@ -28,6 +28,7 @@ template <class Unit> using Accumulator = typename AccumulatorOf<Unit>::type;
 template <class Unit>
 constexpr int kPanel = kBlockVectors * kLanes<Unit>;
 
+constexpr int whole_steps(int size, int step) { return (size + step - 1) / step * step; }
 ALWAYS_INLINE int round_up(int x, int step) { return (x + step - 1) / step * step; }
 ALWAYS_INLINE int round_down(int x, int step) { return x / step * step; }
 

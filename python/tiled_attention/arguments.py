@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ class Arguments(NamedTuple):
 
     query: Tensor  # (..., num_heads, seqlen_q, head_dim)
     key: Tensor  # (..., num_heads_kv, seqlen_kv, head_dim)
-    value: Tensor | None  # (..., num_heads_kv, seqlen_kv, head_dim_v); None where only scores count
+    value: Any  # Tensor (..., num_heads_kv, seqlen_kv, head_dim_v), or None where only scores count
     mask: Tensor | None  # bool, broadcastable to (..., num_heads, seqlen_q, seqlen_kv)
     bias: Tensor | None  # float, broadcastable likewise
     alibi_slopes: Tensor | None  # Real (num_heads,)
@@ -29,7 +29,8 @@ class Arguments(NamedTuple):
     scale: float
     softcap: float  # 0: none
     dropout_p: float
-    intervals: Sequence[int]  # [] or query_offset, window_left, window_right, limit_left, limit_right, prefix, chunk, key_end, num_sinks, top_left
+    # [] or query_offset, window_left, window_right, limit_left, limit_right, prefix, chunk, key_end, num_sinks, top_left
+    intervals: Sequence[int]
     dropout_offsets: Sequence[int]  # [] or batch, head, query, key
 
 

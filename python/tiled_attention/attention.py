@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -13,6 +14,44 @@ from .library import ops
 from .masks import Mask
 from .seeds import draw_seed
 from .weights import attention_with_weights  # noqa: F401  (for MultiheadAttention)
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    query_offset: int | Sequence[int] | Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    generator: torch.Generator | None = None,
+    query_offset: int | Sequence[int] | Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -42,8 +81,8 @@ def attention(
         lse = log(sum_j exp(score) + exp(sinks))
         out = sum_j dropout(exp(score - lse)) * value_j
 
-    Scores, softmax and sums are float32 (float64 for float64 inputs). A row that sees no key gives zeros and lse = -inf (the sink's value with
-    sinks); what stands in hidden keys and values reaches neither results nor gradients. Query head h uses key/value head
+    Scores, softmax and sums are float32 (float64 for float64 inputs). A row that sees no key gives zeros and lse = -inf (the sink's
+    value with sinks); what stands in hidden keys and values reaches neither results nor gradients. Query head h uses key/value head
     h // (num_heads / num_heads_kv). A row's result is the same bits whatever batch it stands in and for every thread count.
 
     Args:
@@ -57,20 +96,20 @@ def attention(
         softcap: > 0; None: no capping (Gemma 2, 2024).
         alibi_slopes: (num_heads,) (Press et al., 2022, section 3); query_offset moves p here too.
         sinks: (num_heads,) logits of a key without value (gpt-oss, 2025); -inf: none.
-        dropout_p: probability in [0, 1] that a weight is zeroed; the kept ones are scaled by 1 / (1 - dropout_p), both with dropout_p rounded to
-            2 ** -16. The random numbers are Philox4x32-10, counted by (batch, head, query, key): see `dropout_mask`.
+        dropout_p: probability in [0, 1] that a weight is zeroed; the kept ones are scaled by 1 / (1 - dropout_p), both with dropout_p
+            rounded to 2 ** -16. The random numbers are Philox4x32-10, counted by (batch, head, query, key): see `dropout_mask`.
         generator: draws the dropout seed; None: torch's, which torch.manual_seed sets. An explicit generator is not replayed by
             torch.utils.checkpoint, and does not compile.
-        query_offset: where query row 0 stands, in place of seqlen_kv - seqlen_q: a number, or one per batch item (a list, or an integer tensor that
-            broadcasts to the leading dimensions). Moves masks and ALiBi.
+        query_offset: where query row 0 stands, in place of seqlen_kv - seqlen_q: a number, or one per batch item (a list, or an integer
+            tensor that broadcasts to the leading dimensions). Moves masks and ALiBi.
         return_lse: also return lse.
 
     Returns:
-        out (..., num_heads, seqlen_q, head_dim_v), dtype of query, dense in the dimension order of query; with `return_lse` (out, lse), lse
-        (..., num_heads, seqlen_q), float32 or float64, the natural logarithm.
+        out (..., num_heads, seqlen_q, head_dim_v), dtype of query, dense in the dimension order of query; with `return_lse` (out, lse),
+        lse (..., num_heads, seqlen_q), float32 or float64, the natural logarithm.
 
-    Differentiable in query, key, value, bias, alibi_slopes and sinks, through out and lse: any number of times, in reverse and forward mode, under
-    torch.func (vmap folds into the batch); inside torch.compile once in reverse mode. Autocast casts query, key and value.
+    Differentiable in query, key, value, bias, alibi_slopes and sinks, through out and lse: any number of times, in reverse and forward
+    mode, under torch.func (vmap folds into the batch); inside torch.compile once in reverse mode. Autocast casts query, key and value.
 
     Raises:
         ValueError, TypeError or RuntimeError naming the argument, what was expected and what came.
@@ -110,8 +149,8 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
         out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 
     Args:
-        out_a, out_b: (..., seqlen_q, head_dim_v), same shape and dtype, from `attention` over disjoint sets of keys with the same queries.
-            With sinks, give them to one of the parts only.
+        out_a, out_b: (..., seqlen_q, head_dim_v), same shape and dtype, from `attention` over disjoint sets of keys with the same
+            queries. With sinks, give them to one of the parts only.
         lse_a, lse_b: (..., seqlen_q), as `attention(..., return_lse=True)` returns. -inf: that part saw no key, and its out is not read.
 
     Returns:
@@ -154,8 +193,9 @@ def dropout_mask(
 ) -> Tensor:
     """The weights that `attention` would keep: draws the seed that the call would have drawn in its place.
 
-    Philox4x32-10 (Salmon et al., 2011). Key: the seed's low and high word. Counter words: key // 4, query // 2, head, flattened batch index. Key j takes
-    word j % 4 of the result, even queries its low 16 bits, odd queries its high 16; dropped are those below round(dropout_p * 65536).
+    Philox4x32-10 (Salmon et al., 2011). Key: the seed's low and high word. Counter words: key // 4, query // 2, head, flattened batch
+    index. Key j takes word j % 4 of the result, even queries its low 16 bits, odd queries its high 16; dropped are those below
+    round(dropout_p * 65536).
 
     Args:
         batch: product of the leading dimensions of query.
@@ -181,5 +221,6 @@ def dropout_mask(
         device = generator.device
     if dropout_p == 0:
         return torch.ones((batch, num_heads, seqlen_q, seqlen_kv), dtype=torch.bool, device=device)
-    seed = draw_seed([torch.empty(0, device=device)], generator)
+    nothing = torch.empty(0, device=device)
+    seed = draw_seed(nothing, nothing, None, generator)
     return ops.dropout_mask(seed, dropout_p, batch, num_heads, seqlen_q, seqlen_kv, ())

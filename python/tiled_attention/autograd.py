@@ -1,4 +1,4 @@
-"""Derivatives in eager mode: autograd functions over the operators, differentiable any number of times, forward and reverse, and under torch.func."""
+"""Derivatives in eager mode: autograd functions that are differentiable any number of times, forward, reverse and under torch.func."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from . import batching, derivatives
@@ -27,7 +28,8 @@ def _save(ctx: Any, args: Arguments, *others: Tensor | None) -> None:
     tensors = (*args[:_TENSORS], *others)
     ctx.options = args[_TENSORS:]
     ctx.save_for_backward(*tensors)
-    ctx.save_for_forward(*tensors)
+    if forward_ad._current_level >= 0:
+        ctx.save_for_forward(*tensors)
     ctx.set_materialize_grads(False)
 
 
@@ -36,10 +38,11 @@ def _saved(ctx: Any) -> tuple[Arguments, tuple[Tensor, ...]]:
     return Arguments(*tensors[:_TENSORS], *ctx.options), tensors[_TENSORS:]
 
 
-def _saved_primals(ctx: Any) -> tuple[Arguments, tuple[Tensor, ...]]:
-    """As `_saved`, without the tangents of this level of forward mode. Those of outer levels stay, and torch drops them while jvp runs unless the
+def _saved_primals(ctx: Any) -> tuple[Arguments, tuple[Any, ...]]:
+    """As `_saved`, without the tangents of this level of forward mode. Those of outer levels stay, and torch drops them while jvp runs
+    unless the
     formula is computed under `_outer_levels()`."""
-    tensors = [None if tensor is None else forward_ad.unpack_dual(tensor, level=0).primal for tensor in ctx.saved_tensors]
+    tensors: list[Any] = [None if tensor is None else forward_ad.unpack_dual(tensor, level=0).primal for tensor in ctx.saved_tensors]
     return Arguments(*tensors[:_TENSORS], *ctx.options), tuple(tensors[_TENSORS:])
 
 
@@ -47,7 +50,7 @@ def _outer_levels() -> Any:
     return forward_ad._set_fwd_grad_enabled(True)
 
 
-def _spread(gradients: Gradients) -> list[Tensor | None]:
+def spread(gradients: Gradients) -> list[Tensor | None]:
     """Per field of Arguments."""
     result: list[Tensor | None] = [None] * len(Arguments._fields)
     for at, gradient in zip(_POSITIONS, gradients):
@@ -75,17 +78,25 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
         args, (out, lse, residual) = _saved(ctx)
-        return tuple(_spread(attention_gradients(grad_out, grad_lse, args, out, lse, residual, _pick(ctx.needs_input_grad))))
+        return tuple(spread(attention_gradients(grad_out, grad_lse, args, out, lse, residual, _pick(ctx.needs_input_grad))))
 
     @staticmethod
     def jvp(ctx: Any, *directions: Any) -> Any:
-        args, (_, lse, _) = _saved_primals(ctx)
+        args, _ = _saved_primals(ctx)
         with _outer_levels():
-            return (*derivatives.tangents(args, lse, _pick(directions)), None)
+            return (*derivatives.tangents(args, _pick(directions)), None)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return batching.map_forward(Attention.apply, info.batch_size, in_dims, args)
+
+
+_record = super(torch.autograd.Function, Attention).apply  # what Function.apply comes to without transforms, after binding a signature
+
+
+def record_attention(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention.apply, the shorter way where there is one."""
+    return Attention.apply(*args) if _functorch_active() else _record(*unwrap_dead_wrappers(args))
 
 
 def attention_gradients(
@@ -112,39 +123,37 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        grad_out, grad_lse, *args, _, lse, _, gradients = inputs
+        grad_out, grad_lse, *args, _, _, _, gradients = inputs
         ctx.wanted = tuple(bool(gradients >> at & 1) for at in range(6))
         ctx.mark_non_differentiable(*(result for result, want in zip(output, ctx.wanted) if not want))
-        _save(ctx, Arguments(*args), grad_out, grad_lse, lse)
+        _save(ctx, Arguments(*args), grad_out, grad_lse)
 
     @staticmethod
     def backward(ctx: Any, *directions: Any) -> Any:
-        args, (grad_out, grad_lse, lse) = _saved(ctx)
+        args, (grad_out, grad_lse) = _saved(ctx)
         needed = ctx.needs_input_grad
-        wanted = tuple(_pick(needed[2:]))
+        wanted: Any = _pick(needed[2:])
         moving = Gradients(*directions)
         grad_out_cotangent = grad_lse_cotangent = None
         if all(direction is None for direction in directions):
             return (None,) * len(needed)
         if needed[0] or needed[1]:
-            grad_out_cotangent, grad_lse_cotangent = derivatives.tangents(args, lse, moving)
+            grad_out_cotangent, grad_lse_cotangent = derivatives.tangents(args, moving)
         cotangents = Gradients(*(None,) * 6)
         if any(wanted):
-            cotangents = derivatives.gradient_tangents(args, lse, grad_out, grad_lse, moving, None, None, wanted)
+            cotangents = derivatives.gradient_tangents(args, grad_out, grad_lse, moving, None, None, wanted)
         return (
             grad_out_cotangent if needed[0] else None,
             grad_lse_cotangent if needed[1] else None,
-            *_spread(cotangents),
+            *spread(cotangents),
             *(None,) * 4,
         )
 
     @staticmethod
     def jvp(ctx: Any, grad_out_t: Tensor | None, grad_lse_t: Tensor | None, *directions: Any) -> Any:
-        args, (grad_out, grad_lse, lse) = _saved_primals(ctx)
+        args, (grad_out, grad_lse) = _saved_primals(ctx)
         with _outer_levels():
-            return tuple(
-                derivatives.gradient_tangents(args, lse, grad_out, grad_lse, _pick(directions), grad_out_t, grad_lse_t, ctx.wanted)
-            )
+            return tuple(derivatives.gradient_tangents(args, grad_out, grad_lse, _pick(directions), grad_out_t, grad_lse_t, ctx.wanted))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -165,7 +174,7 @@ class AttentionWeights(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *args, lse, rows, ctx.average = inputs
-        _save(ctx, _without_value(args), lse, rows)
+        _save(ctx, without_value(args), lse, rows)
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor | None) -> Any:
@@ -190,6 +199,7 @@ class AttentionWeights(torch.autograd.Function):
         return batching.map_weights(AttentionWeights.apply, info.batch_size, in_dims, args)
 
 
-def _without_value(score_args: Any) -> Arguments:
+def without_value(score_args: Any) -> Arguments:
+    """The score arguments of attention_weights as Arguments."""
     query, key, mask, bias, alibi_slopes, *others = score_args
     return Arguments(query, key, None, mask, bias, alibi_slopes, None, *others)

@@ -1,12 +1,11 @@
 """vmap rules: the mapped dimension becomes one more leading dimension of one call.
 
-What an operator takes once per call, not per batch item (slopes, sinks, documents, a seed), is mapped by one call per sample: so are calls with
-dropout, since a sample counts its random numbers from batch item 0.
+What an operator takes once per call, not per batch item (slopes, sinks, documents, a seed), is mapped by one call per sample: so are
+calls with dropout, since a sample counts its random numbers from batch item 0.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,8 +35,7 @@ class Batching:
             if at in self.leading:
                 folded[at] = _first(arg, dim, size)
             elif at in self.broadcast and dim is not None:
-                arg = arg.movedim(dim, 0)
-                folded[at] = arg[(slice(None), *(None,) * (rank + 1 - arg.dim()))]
+                folded[at] = _pad(arg.movedim(dim, 0), rank + 1)
             elif at in self.vectors:
                 folded[at] = _first(arg, dim, size).reshape(-1)
         return folded
@@ -47,8 +45,16 @@ def _first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.movedim(dim, 0) if dim is not None else tensor.expand(size, *tensor.shape)
 
 
+def _pad(tensor: Tensor, rank: int) -> Tensor:
+    """With dimensions of size 1 after the first, up to `rank`."""
+    while tensor.dim() < rank:
+        tensor = tensor.unsqueeze(1)
+    return tensor
+
+
 def loop(call: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
     """One call per sample. With no samples, one call on zeros gives the shapes."""
+
     def sample(n: int) -> list[Any]:
         return [arg.select(dim, n) if isinstance(dim, int) else arg for arg, dim in zip(args, in_dims)]
 
@@ -63,11 +69,13 @@ def loop(call: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequ
     return stacked, (0,) * len(stacked)
 
 
-# Positions in (query, key, value, mask, bias, alibi_slopes, sinks, key_lengths, documents, query_offset, dropout_seed, scale, softcap, dropout_p, ...).
+# Positions in (query, key, value, mask, bias, alibi_slopes, sinks, key_lengths, documents, query_offset, dropout_seed, scale, softcap,
+# dropout_p, ...).
 FORWARD = Batching(leading={0, 1, 2}, broadcast={3, 4}, vectors={7, 9}, shared={5, 6, 8, 10}, dropout_p=13)
 # The same after (grad_out, grad_lse), and out, lse, residual at 18 to 20.
 BACKWARD = Batching(leading={0, 1, 2, 3, 4, 18, 19}, broadcast={5, 6}, vectors={9, 11}, shared={7, 8, 10, 12}, dropout_p=15)
-# (query, key, mask, bias, alibi_slopes, key_lengths, documents, query_offset, dropout_seed, scale, softcap, dropout_p, intervals, offsets, lse, rows, average)
+# (query, key, mask, bias, alibi_slopes, key_lengths, documents, query_offset, dropout_seed, scale, softcap, dropout_p, intervals,
+# offsets, lse, rows, average)
 WEIGHTS = Batching(leading={0, 1, 14}, broadcast={2, 3}, vectors={5, 7}, shared={4, 6, 8, 15}, dropout_p=11)
 
 
@@ -92,7 +100,7 @@ def map_backward(call: Callable[..., Any], size: int, in_dims: Sequence[Any], ar
     bias = args[6]
     if gradients & 0b1000:
         shape = bias.shape if in_dims[6] is None else bias.movedim(in_dims[6], 0).shape[1:]
-        folded[6] = _first(bias, in_dims[6], size)[(slice(None), *(None,) * (rank - len(shape)))]
+        folded[6] = _pad(_first(bias, in_dims[6], size), rank + 1)
     results = list(call(*folded))
     if gradients & 0b1000:
         results[3] = results[3].reshape(size, *shape)

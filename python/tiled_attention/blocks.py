@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,10 +101,6 @@ class Problem:
 
     def cuts(self) -> Iterator[Cut]:
         sizes = (*self.leading, self.num_heads_kv, self.seqlen_q)
-        if torch.compiler.is_compiling():  # a loop over symbolic lengths would fix them
-            parts = [slice(0, size) for size in sizes]
-            yield Cut(tuple(parts[:-2]), parts[-2], parts[-1])
-            return
         budget = max(1, BLOCK_ELEMENTS // max(1, self.group * self.seqlen_kv))
         spans: list[list[slice]] = []
         for size in reversed(sizes):
@@ -118,12 +115,13 @@ class Problem:
 class Scores:
     """Visible pairs, weights and dropout factors of one block, each (leading..., num_heads_kv, group, rows, seqlen_kv)."""
 
-    def __init__(self, problem: Problem, cut: Cut, lse: Tensor) -> None:
+    def __init__(self, problem: Problem, cut: Cut, lse: Tensor | None = None) -> None:
+        """With `lse` the weights are exp(score - lse); otherwise they are normalised here, exactly however large the scores are."""
         args, real = problem.args, problem.real
         self.problem, self.cut = problem, cut
         self.query = problem.real_rows(args.query, cut)
         self.key = problem.real_keys(args.key, cut)
-        self.value = None if args.value is None else problem.real_keys(args.value, cut)
+        self.value: Any = None if args.value is None else problem.real_keys(args.value, cut)
 
         # Where the rows stand.
         if problem.chosen is None:
@@ -137,7 +135,9 @@ class Scores:
 
         # Scores, and their slope in scale q . k.
         raw = dot(self.query, self.key) * args.scale
-        self.tanh, self.slope, score = None, None, raw
+        self.tanh: Any = None  # with softcap alone, as its slope
+        self.slope: Any = None
+        score = raw
         if args.softcap:
             self.tanh = torch.tanh(raw / args.softcap)
             self.slope = 1 - self.tanh * self.tanh
@@ -151,14 +151,13 @@ class Scores:
             score = score + torch.where(hidden, 0.0, bias.to(real))
         self.visible = visible.expand(score.shape)
 
-        # Weights; a row without keys has lse = -inf.
-        lse = problem.rows(lse[..., None], cut)
-        dead = lse == -math.inf
-        lse = torch.where(dead, 0.0, lse)
-        self.weight = torch.where(self.visible, score - lse, -math.inf).exp()
-        self.sink_weight = None
-        if args.sinks is not None:
-            self.sink_weight = torch.where(dead, 0.0, (problem.per_head(args.sinks, cut) - lse).exp())
+        masked = torch.where(self.visible, score, -math.inf)
+        self.sink_weight: Any = None
+        if lse is None:
+            self._normalise(masked)
+        else:
+            lse = problem.rows(lse[..., None], cut)
+            self.weight = (masked - torch.where(lse == -math.inf, 0.0, lse)).exp()
         self.factor = self._dropout() if args.dropout_p > 0 else None
 
     def _visible(self, index: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
@@ -181,6 +180,24 @@ class Scores:
         if args.mask is not None:
             visible = visible & problem.rows(args.mask, self.cut)
         return visible
+
+    def _normalise(self, masked: Tensor) -> None:
+        """Sets the weights of keys and sink; 0 in a row without either."""
+        problem = self.problem
+        top = masked.detach().amax(-1, keepdim=True) if problem.seqlen_kv else masked.new_full((*masked.shape[:-1], 1), -math.inf)
+        sink: Any = None
+        if problem.args.sinks is not None:
+            sink = problem.per_head(problem.args.sinks, self.cut)
+            top = torch.maximum(top, sink.detach())
+        top = torch.where(top == -math.inf, 0.0, top)
+        exponential = (masked - top).exp()
+        total = exponential.sum(-1, keepdim=True)
+        if sink is not None:
+            sink = (sink - top).exp()
+            total = total + sink
+        total = torch.where(total == 0, 1.0, total)
+        self.weight = exponential / total
+        self.sink_weight = None if sink is None else sink / total
 
     def _dropout(self) -> Tensor:
         """What the weights are multiplied with: 0, or the inverse of the probability to be kept."""

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from . import compiled, fake  # noqa: F401  (registrations)
 from .arguments import Arguments, real_dtype
-from .autograd import Attention
+from .autograd import record_attention
 from .library import ops
 from .masks import Mask, lower
 from .seeds import draw_seed
@@ -41,7 +41,7 @@ def forward(args: Arguments) -> tuple[Tensor, Tensor]:
     if _is_compiling():
         out, lse, _ = ops.attention(*args, _is_grad_enabled())
     elif needs_derivatives(args):
-        out, lse, _ = Attention.apply(*args)
+        out, lse, _ = record_attention(args)
     else:
         with below_autograd():
             out, lse, _ = run_forward(*args, False)
@@ -85,7 +85,10 @@ def prepare(
         raise TypeError(f"query must be float32, float64, bfloat16 or float16, got {query.dtype}")
     if _autocast_active():
         query, key, value = (cast_for_autocast(tensor) for tensor in (query, key, value))
-    scale = default_scale(query.shape[-1]) if scale is None else check_number("scale", scale, "a finite number", lambda x: -math.inf < x < math.inf)
+    if scale is None:
+        scale = default_scale(query.shape[-1])
+    else:
+        scale = check_number("scale", scale, "a finite number", lambda x: -math.inf < x < math.inf)
     softcap = 0.0 if softcap is None else check_number("softcap", softcap, "a finite number > 0", lambda x: 0 < x < math.inf)
     dropout_p = check_dropout_p(dropout_p)
     if generator is not None and not isinstance(generator, torch.Generator):
@@ -101,7 +104,9 @@ def prepare(
     if sinks is not None:
         sinks = _per_head("sinks", sinks, query, real)
     if isinstance(mask, Tensor) and mask.dtype.is_floating_point:
-        raise TypeError(f"mask must be a bool tensor (True = attend) or a mask of tiled_attention, got {mask.dtype}: pass scores to add as bias=")
+        raise TypeError(
+            f"mask must be a bool tensor (True = attend) or a mask, got {mask.dtype}: pass what is added to the scores as bias="
+        )
     if query_offset is not None:
         query_offset = _offsets(query_offset, query)
     lowered = lower(
@@ -115,7 +120,7 @@ def prepare(
     )
     seed = None
     if dropout_p > 0:
-        seed = draw_seed([query, key] if value is None else [query, key, value], generator)
+        seed = draw_seed(query, key, value, generator)
     return Arguments(
         query,
         key,
@@ -136,7 +141,7 @@ def prepare(
     )
 
 
-def cast_for_autocast(tensor: Tensor | None) -> Tensor | None:
+def cast_for_autocast(tensor: Any) -> Any:
     """As torch's autocast casts the arguments of scaled_dot_product_attention: to the lower precision, float64 excepted."""
     if tensor is None or not tensor.dtype.is_floating_point or tensor.dtype == torch.float64:
         return tensor

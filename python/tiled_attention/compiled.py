@@ -1,7 +1,7 @@
 """Derivatives of the operators themselves: what torch.compile and torch.export record, and what torch.ops gives.
 
-One reverse derivative of `attention` and `attention_weights` is all that can be expressed there. Everything else (forward mode, torch.func, a second
-derivative) raises an error that says so: the dispatcher would drop tangents silently.
+One reverse derivative of `attention` and `attention_weights` is all that can be expressed there. Everything else (forward mode,
+torch.func, a second derivative) raises an error that says so: the dispatcher would drop tangents silently.
 """
 
 from __future__ import annotations
@@ -14,10 +14,17 @@ from torch import Tensor
 
 from . import batching, derivatives
 from .arguments import Arguments, Gradients
-from .autograd import _spread
+from .autograd import spread, without_value
 from .library import ops
 
-_library = torch.library.Library("tiled_attention", "IMPL")
+_library = torch.library.Library("tiled_attention", "FRAGMENT")
+# attention_weights_bwd exists for compiled code alone: one node in place of the composite.
+_WEIGHTS_ARGUMENTS = str(ops.attention_weights.default._schema).partition("(")[2].rpartition(") ->")[0]
+_library.define(
+    f"attention_weights_bwd(Tensor grad_weights, {_WEIGHTS_ARGUMENTS}, int gradients) -> "
+    "(Tensor grad_query, Tensor grad_key, Tensor grad_bias, Tensor grad_alibi_slopes, Tensor grad_lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _after_autograd = torch._C._after_autograd_keyset
 
@@ -34,8 +41,14 @@ def _refuse_forward_mode(name: str, args: Any) -> None:
         )
 
 
-def _needs_gradient(args: Any) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+def _needs_gradient(name: str, args: Any) -> bool:
+    needs = torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+    if needs and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"tiled_attention::{name} has no derivative under torch.func (grad, vjp, jacrev): "
+            "call the functions of tiled_attention in eager mode, outside torch.compile"
+        )
+    return needs
 
 
 def _redispatch(op: Any, keyset: Any, args: Any) -> Any:
@@ -49,7 +62,7 @@ def _without_gradient(name: str, instead: str) -> Callable[..., Any]:
 
     def kernel(keyset: Any, *args: Any) -> Any:
         _refuse_forward_mode(name, args)
-        if _needs_gradient(args):
+        if _needs_gradient(name, args):
             raise RuntimeError(f"tiled_attention::{name} has no derivative: {instead}")
         return _redispatch(op, keyset, args)
 
@@ -60,11 +73,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         out, lse, residual = _redispatch(ops.attention.default, keyset, args)
-        *args, _ = args
-        ctx.options = args[11:]
+        inputs = args[:-1]  # without with_residual
+        ctx.options = inputs[11:]
         ctx.mark_non_differentiable(residual)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*args[:11], out, lse, residual)
+        ctx.save_for_backward(*inputs[:11], out, lse, residual)
         return out, lse, residual
 
     @staticmethod
@@ -78,7 +91,20 @@ class _Attention(torch.autograd.Function):
         bits = sum(want << at for at, want in enumerate(wanted))
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         results = ops.attention_bwd(grad_out, grad_lse, *args, out, lse, residual, bits)
-        return (None, *_spread(Gradients(*(result if want else None for result, want in zip(results, wanted)))), None)
+        return (None, *spread(Gradients(*(result if want else None for result, want in zip(results, wanted)))), None)
+
+
+_WEIGHTS_POSITIONS = (0, 1, 3, 4, 14)  # of query, key, bias, alibi_slopes and lse among the arguments of attention_weights
+
+
+def _weights_backward(grad_weights: Tensor, *args: Any) -> list[Tensor]:
+    """attention_weights_bwd on every device: the composite, a block of queries at a time."""
+    *score_args, lse, rows, average, gradients = args
+    by_query, by_key, by_bias, by_slopes, _ = (bool(gradients >> at & 1) for at in range(5))
+    wanted = (by_query, by_key, False, by_bias, by_slopes, False)
+    by_score, grad_lse = derivatives.weights_gradients(without_value(score_args), lse, grad_weights, average, rows, wanted)
+    results: Any = (by_score.query, by_score.key, by_score.bias, by_score.alibi_slopes, grad_lse)
+    return [result.contiguous() if gradients >> at & 1 else args[0].new_empty(0) for at, result in enumerate(results)]
 
 
 class _AttentionWeights(torch.autograd.Function):
@@ -91,32 +117,40 @@ class _AttentionWeights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor) -> Any:
-        query, key, mask, bias, alibi_slopes, *others, lse, rows = ctx.saved_tensors
-        args = Arguments(query, key, None, mask, bias, alibi_slopes, None, *others, *ctx.options)
+        *tensors, lse, rows = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
-        wanted = (needed[0], needed[1], False, needed[3], needed[4], False)
-        gradients, grad_lse = derivatives.weights_gradients(args, lse, grad_weights, ctx.average, rows, wanted)
-        by_score = (gradients.query, gradients.key, None, gradients.bias, gradients.alibi_slopes, *(None,) * 9)
-        return (None, *by_score, grad_lse if needed[14] else None, None, None)
+        wanted = [needed[at] for at in _WEIGHTS_POSITIONS]
+        bits = sum(want << at for at, want in enumerate(wanted))
+        results = ops.attention_weights_bwd(grad_weights, *tensors, *ctx.options, lse, rows, ctx.average, bits)
+        gradients: list[Tensor | None] = [None] * len(needed)
+        for at, result, want in zip(_WEIGHTS_POSITIONS, results, wanted):
+            gradients[at] = result if want else None
+        return (None, *gradients)
 
 
 def _attention(keyset: Any, *args: Any) -> Any:
     _refuse_forward_mode("attention", args)
-    return _Attention.apply(keyset, *args) if _needs_gradient(args) else _redispatch(ops.attention.default, keyset, args)
+    if _needs_gradient("attention", args):
+        return _Attention.apply(keyset, *args)
+    return _redispatch(ops.attention.default, keyset, args)
 
 
 def _attention_weights(keyset: Any, *args: Any) -> Any:
     _refuse_forward_mode("attention_weights", args)
-    return _AttentionWeights.apply(keyset, *args) if _needs_gradient(args) else _redispatch(ops.attention_weights.default, keyset, args)
+    if _needs_gradient("attention_weights", args):
+        return _AttentionWeights.apply(keyset, *args)
+    return _redispatch(ops.attention_weights.default, keyset, args)
 
 
+_library.impl("attention_weights_bwd", _weights_backward, "CompositeExplicitAutograd")
 _EAGER = "call tiled_attention.attention, or the operator tiled_attention::attention"
-_ONCE = "second derivatives exist in eager mode only, through the functions of tiled_attention, not inside torch.compile or through torch.ops"
+_ONCE = "second derivatives exist in eager mode only, through the functions of tiled_attention"
 for _name, _kernel in (
     ("attention", _attention),
     ("attention_weights", _attention_weights),
     ("attention_fwd", _without_gradient("attention_fwd", _EAGER)),
     ("attention_bwd", _without_gradient("attention_bwd", _ONCE)),
+    ("attention_weights_bwd", _without_gradient("attention_weights_bwd", _ONCE)),
 ):
     _library.impl(_name, _kernel, "Autograd", with_keyset=True)
 
@@ -134,4 +168,5 @@ _register_vmap("attention", batching.map_forward)
 _register_vmap("attention_fwd", batching.map_forward)
 _register_vmap("attention_bwd", batching.map_backward)
 _register_vmap("attention_weights", batching.map_weights)
+_register_vmap("attention_weights_bwd", batching.loop)
 _register_vmap("dropout_mask", batching.loop)

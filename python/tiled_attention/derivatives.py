@@ -3,16 +3,20 @@
 Names as in the formulas, for query row i and key j, with the inputs moving in the direction of their tangents (marked `_t`):
 
     raw = scale q.k        tanh = tanh(raw / softcap)   score = softcap tanh - slope |p - j| + bias
-    w = exp(score - lse)   w_t = w (score_t - lse_t)    lse_t = sum_j w score_t + w_sink sink_t
+    w = softmax(score)     w_t = w (score_t - lse_t)    lse_t = sum_j w score_t + w_sink sink_t
     out = sum_j f w v      f: what dropout multiplies the weights with
     dp = f (grad_out . v)  delta = sum_j w dp           score_grad = w (dp - delta + grad_lse)
 
-`tangents` gives the tangents of out and lse, `gradient_tangents` those of the backward formula. Second derivatives commute, so the two give its
-transpose as well: with u the cotangents of the gradients, the cotangents of grad_out and grad_lse are the tangents of out and lse in the direction u,
-and those of the inputs are the tangents of the gradients in the direction u. Everything is made of differentiable operators: higher orders work too.
+`tangents` gives the tangents of out and lse, `gradient_tangents` those of the backward formula. Second derivatives commute, so the two
+give its
+transpose as well: with u the cotangents of the gradients, the cotangents of grad_out and grad_lse are the tangents of out and lse in the
+direction u, and those of the inputs are the tangents of the gradients in the direction u. Everything is made of differentiable
+operators: higher orders work too.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +24,7 @@ from torch import Tensor
 from .arguments import Arguments, Gradients
 from .blocks import Problem, Scores, Sum, dot
 
-Wanted = tuple[bool, bool, bool, bool, bool, bool]  # per field of Gradients
+Wanted = tuple[bool, ...]  # per field of Gradients
 
 
 class _GradientSums:
@@ -37,8 +41,9 @@ class _GradientSums:
         heads_shape = (problem.num_heads_kv, problem.group, 1, 1)
         self.alibi_slopes, self.sinks = (Sum(heads_shape, problem.real, by_rows=False) for _ in range(2))
         if wanted[3]:
-            shape = problem.split(args.bias).shape
-            self.bias = Sum(shape, args.bias.dtype, by_rows=shape[-2] != 1)
+            bias: Any = args.bias
+            shape = problem.split(bias).shape
+            self.bias = Sum(shape, bias.dtype, by_rows=shape[-2] != 1)
 
     def add_scores(self, scores: Scores, score_grad: Tensor) -> None:
         """What reaches bias and slopes."""
@@ -91,14 +96,14 @@ def _lse_tangent(scores: Scores, directions: Gradients, score_t: Tensor) -> Tens
     return lse_t
 
 
-def tangents(args: Arguments, lse: Tensor, directions: Gradients) -> tuple[Tensor, Tensor]:
+def tangents(args: Arguments, directions: Gradients) -> tuple[Tensor, Tensor]:
     """Tangents of (out, lse), where the inputs move in `directions` (None: that one does not)."""
     problem = Problem(args)
     head_dim_v = args.value.shape[-1]
     out_sum = Sum((*problem.rows_shape, head_dim_v), args.query.dtype, by_rows=True)
     lse_sum = Sum((*problem.rows_shape, 1), problem.real, by_rows=True)
     for cut in problem.cuts():
-        scores = Scores(problem, cut, lse)
+        scores = Scores(problem, cut)
         score_t, _ = _direction(scores, directions)
         lse_t = _lse_tangent(scores, directions, score_t)
         out_t = scores.gather(scores.drop(scores.weight * (score_t - lse_t)), scores.value)
@@ -106,12 +111,12 @@ def tangents(args: Arguments, lse: Tensor, directions: Gradients) -> tuple[Tenso
             out_t = out_t + scores.gather(scores.drop(scores.weight), problem.real_keys(directions.value, cut))
         out_sum.add(cut.row_index, out_t)
         lse_sum.add(cut.row_index, lse_t)
-    return out_sum.result((*args.query.shape[:-1], head_dim_v), args.query), lse_sum.result(lse.shape, lse)
+    rows_shape = args.query.shape[:-1]
+    return out_sum.result((*rows_shape, head_dim_v), args.query), lse_sum.result(rows_shape, args.query)
 
 
 def gradient_tangents(
     args: Arguments,
-    lse: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     directions: Gradients,
@@ -123,7 +128,7 @@ def gradient_tangents(
     problem = Problem(args)
     sums = _GradientSums(problem, wanted)
     for cut in problem.cuts():
-        scores = Scores(problem, cut, lse)
+        scores = Scores(problem, cut)
         score_t, tanh_t = _direction(scores, directions)
         lse_t = _lse_tangent(scores, directions, score_t)
         weight, weight_t = scores.weight, scores.weight * (score_t - lse_t)
@@ -211,7 +216,8 @@ def weights_gradients(
         if wanted[1]:
             sums.key.add(cut.key_index, scores.scatter(raw_grad, scores.query))
     gradients, grad_lse = sums.results(), lse_sum.result((*chosen_lse.shape, 1), lse)
-    gradients = gradients._replace(query=_put_rows(gradients.query, args.query, rows, True), bias=_put_rows(gradients.bias, args.bias, rows))
+    query, bias = _put_rows(gradients.query, args.query, rows, True), _put_rows(gradients.bias, args.bias, rows)
+    gradients = gradients._replace(query=query, bias=bias)
     return gradients, _put_rows(grad_lse, lse[..., None], rows, True)[..., 0]
 
 
@@ -220,14 +226,14 @@ def choose_rows(args: Arguments, rows: Tensor | None) -> Arguments:
     return args._replace(query=_of_rows(args.query, rows, True), mask=_of_rows(args.mask, rows), bias=_of_rows(args.bias, rows))
 
 
-def _of_rows(tensor: Tensor | None, rows: Tensor | None, whole: bool = False) -> Tensor | None:
+def _of_rows(tensor: Any, rows: Tensor | None, whole: bool = False) -> Any:
     """The chosen rows of a (..., seqlen_q, any) tensor; unless it is `whole`, one that broadcasts over rows stays as it is."""
     if tensor is None or rows is None or not (whole or _has_rows(tensor)):
         return tensor
     return tensor.index_select(-2, rows)
 
 
-def _put_rows(gradient: Tensor | None, tensor: Tensor, rows: Tensor | None, whole: bool = False) -> Tensor | None:
+def _put_rows(gradient: Any, tensor: Any, rows: Tensor | None, whole: bool = False) -> Any:
     """The gradient of `tensor` from that of `_of_rows(tensor, rows, whole)`."""
     if gradient is None or rows is None or not (whole or _has_rows(tensor)):
         return gradient

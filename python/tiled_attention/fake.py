@@ -17,8 +17,8 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def dense_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Uninitialised, dense, with its dimensions in the order of those of `tensor`: torch.empty_like for another size of the last dimension."""
-    if not shape or shape[-1] == tensor.shape[-1]:
+    """Uninitialised and dense, its dimensions in the order of those of `tensor`: torch.empty_like for another last size."""
+    if shape[-1] == tensor.shape[-1]:
         return torch.empty_like(tensor)
     if tensor.is_contiguous():
         return tensor.new_empty(shape)
@@ -81,6 +81,10 @@ def check(args: Arguments) -> None:
         raise ValueError("dropout_seed must be given when dropout_p > 0, got None")
     if not 0 <= args.dropout_p <= 1:
         raise ValueError(f"dropout_p must be in [0, 1], got {args.dropout_p}")
+    if isinstance(args.scale, float) and not -math.inf < args.scale < math.inf:
+        raise ValueError(f"scale must be finite, got {args.scale}")
+    if isinstance(args.softcap, float) and not 0 <= args.softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite, or 0 for none, got {args.softcap}")
     for name, tensor in zip(Arguments._fields, args[:11]):
         if tensor is not None and tensor.device != query.device:
             raise ValueError(f"{name} must be on the device of query ({query.device}), got {tensor.device}")
@@ -113,22 +117,27 @@ def _shapes(args: Arguments) -> str:
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *args, with_residual = args
-    args = Arguments(*args)
-    check(args)
-    query = args.query
-    out = dense_like(query, (*query.shape[:-1], args.value.shape[-1]))
+    *inputs, with_residual = args
+    call = Arguments(*inputs)
+    check(call)
+    query = call.query
+    out = dense_like(query, (*query.shape[:-1], call.value.shape[-1]))
     lse = query.new_empty(query.shape[:-1], dtype=real_dtype(query.dtype))
     has_residual = with_residual and query.dtype in (torch.bfloat16, torch.float16)
     return out, lse, torch.empty_like(out) if has_residual else query.new_empty(0)
 
 
 def _backward(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    *args, _, _, _, gradients = args
-    args = Arguments(*args)
-    inputs = (args.query, args.key, args.value, args.bias, args.alibi_slopes, args.sinks)
-    wanted = (gradients >> at & 1 for at in range(len(inputs)))
-    return tuple(dense_like(tensor, tensor.shape) if want else args.query.new_empty(0) for tensor, want in zip(inputs, wanted))
+    *arguments, _, _, _, gradients = args
+    call = Arguments(*arguments)
+    inputs: Any = (call.query, call.key, call.value, call.bias, call.alibi_slopes, call.sinks)
+    results = []
+    for at, tensor in enumerate(inputs):
+        if not gradients >> at & 1:
+            results.append(call.query.new_empty(0, dtype=real_dtype(call.query.dtype) if tensor is None else tensor.dtype))
+        else:
+            results.append(dense_like(tensor, tensor.shape) if at < 3 else tensor.new_empty(tensor.shape))
+    return tuple(results)
 
 
 def _weights(*args: Any) -> Tensor:
@@ -137,6 +146,13 @@ def _weights(*args: Any) -> Tensor:
     num_rows = query.shape[-2] if rows is None else rows.shape[0]
     shape = (*query.shape[:-3], 1 if average else query.shape[-3], num_rows, key.shape[-2])
     return query.new_empty(shape, dtype=real_dtype(query.dtype))
+
+
+def _weights_backward(grad_weights: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    query, key, _, bias, alibi_slopes, *_, lse, _, _, gradients = args
+    inputs = (query, key, bias, alibi_slopes, lse)
+    wanted = (gradients >> at & 1 for at in range(5))
+    return tuple(tensor.new_empty(tensor.shape) if want else query.new_empty(0) for tensor, want in zip(inputs, wanted))
 
 
 def _dropout_mask(seed: Tensor, dropout_p: float, batch: int, num_heads: int, seqlen_q: int, seqlen_kv: int, offsets: Any) -> Tensor:
@@ -153,6 +169,7 @@ for _name_of_op, _rule in (
     ("attention", _forward),
     ("attention_bwd", _backward),
     ("attention_weights", _weights),
+    ("attention_weights_bwd", _weights_backward),
     ("dropout_mask", _dropout_mask),
     ("_mask_dense", _mask_dense),
 ):

@@ -17,6 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .arguments import real_dtype
 from .attention import attention
+from .mask_checks import is_readable
 from .masks import And, Causal, KeyLengths, Mask
 from .weights import attention_with_weights
 
@@ -409,8 +410,6 @@ def _shrink(mask: Tensor) -> Tensor:
 
 def _only_hides(padding: Tensor) -> bool:
     """Whether a floating padding mask holds nothing but 0 and -inf, where that can be read without a trace to break."""
-    if type(padding) is not Tensor or padding.requires_grad or padding.device.type != "cpu":
-        return False
-    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(padding):
+    if padding.requires_grad or not is_readable(padding):
         return False
     return not bool(padding.masked_fill(padding == float("-inf"), 0.0).any())

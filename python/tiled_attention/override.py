@@ -11,6 +11,7 @@ import functools
 import sys
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
@@ -83,14 +84,17 @@ class _Switch:
     """The one override of the process: how many hold it, and how to undo it."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self._calls: defaultdict[int, int] = defaultdict(int)  # per thread: no lock that a fork could leave held
         self._lock = threading.Lock()
         self._holders = 0
         self._undo = ExitStack()
 
+    @property
+    def calls(self) -> int:
+        return sum(list(self._calls.values()))
+
     def count(self) -> None:
-        with self._lock:
-            self.calls += 1
+        self._calls[threading.get_ident()] += 1
 
     def enter(self) -> None:
         with self._lock:

@@ -27,17 +27,17 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention, with every combination of its arguments fused.
 
-    Equivalent to it, with what it refuses or leaves open defined as follows: `attn_mask` and `is_causal` combine in every shape; a query row that sees no key
-    gives zeros, with zero gradients; dropout draws from Philox (see `attention`); seqlen_kv or head_dim may be 0.
+    Equivalent to it, with what it refuses or leaves open defined as follows: `attn_mask` and `is_causal` combine in every shape; a query
+    row that sees no key gives zeros, with zero gradients; dropout draws from Philox (see `attention`); seqlen_kv or head_dim may be 0.
 
     Args:
         query: (..., seqlen_q, head_dim), at least 2-D; the dimension before seqlen_q counts as heads where it is there.
         key: (..., seqlen_kv, head_dim); value: (..., seqlen_kv, head_dim_v). Leading dimensions broadcast, without copies.
-        attn_mask: broadcastable to (..., seqlen_q, seqlen_kv): bool, True = attend, or float, added to the scores: the dtype of query or float32. May
-            require a gradient. Or a torch.nn.attention.bias.CausalBias.
+        attn_mask: broadcastable to (..., seqlen_q, seqlen_kv): bool, True = attend, or float, added to the scores: the dtype of query or
+            float32. May require a gradient. Or a torch.nn.attention.bias.CausalBias.
         dropout_p: in [0, 1]. Applied whatever the mode of the caller, as in torch.
-        is_causal: key j is seen by query i where j <= i: the top-left corner, also for seqlen_q != seqlen_kv. (`tiled_attention.Causal()` is tied to the
-            bottom right.)
+        is_causal: key j is seen by query i where j <= i: the top-left corner, also for seqlen_q != seqlen_kv.
+            (`tiled_attention.Causal()` is tied to the bottom right.)
         scale: None: head_dim ** -0.5.
         enable_gqa: key and value may have fewer heads than query, numbers that divide its own. Without it they must broadcast.
 
@@ -63,14 +63,22 @@ def scaled_dot_product_attention(
             # The shortest way for the plain call; the operator checks the rest.
             intervals = _TOP_LEFT_INTERVALS if is_causal else ()
             with below_autograd():
+                scale = default_scale(shape[-1])
                 return run_forward(
-                    query, key, value, None, None, None, None, None, None, None, None, default_scale(shape[-1]), 0.0, 0.0, intervals, (), False
+                    query, key, value, None, None, None, None, None, None, None, None, scale, 0.0, 0.0, intervals, (), False
                 )[0]
     return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 def _general(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None, enable_gqa: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> Tensor:
     for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         if not isinstance(tensor, Tensor) and not (tensor is None and name == "attn_mask"):
@@ -79,7 +87,8 @@ def _general(
         if not isinstance(flag, (bool, torch.SymBool)):
             raise TypeError(f"scaled_dot_product_attention(): argument '{name}' must be bool, not {type(flag).__name__}")
     if query.is_nested or key.is_nested or value.is_nested:
-        return torch._C._nn.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        stock = torch._C._nn.scaled_dot_product_attention
+        return stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     dropout_p = check_dropout_p(dropout_p)
     query, key, value = cast_for_autocast(query), cast_for_autocast(key), cast_for_autocast(value)
     _check_inputs(query, key, value)
@@ -100,9 +109,9 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
     if min(query.dim(), key.dim(), value.dim()) < 2:
         raise RuntimeError(f"query, key and value must be at least 2 dimensional, got {shapes}")
     if query.dtype != key.dtype or query.dtype != value.dtype:
-        raise RuntimeError(f"query, key and value must have the same dtype, got query {query.dtype}, key {key.dtype} and value {value.dtype}")
+        raise RuntimeError(f"query, key and value must have the same dtype, got {query.dtype}, {key.dtype} and {value.dtype}")
     if query.device != key.device or query.device != value.device:
-        raise RuntimeError(f"query, key and value must be on the same device, got query {query.device}, key {key.device} and value {value.device}")
+        raise RuntimeError(f"query, key and value must be on the same device, got {query.device}, {key.device} and {value.device}")
     if not query.dtype.is_floating_point:
         raise RuntimeError(f"query must be float32, float64, bfloat16 or float16, got {query.dtype}")
     if query.shape[-1] != key.shape[-1]:
@@ -112,7 +121,8 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _broadcast(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The three with equal leading dimensions, heads aside: key and value have equal numbers of them that divide query's. Expands, and copies only
+    """The three with equal leading dimensions, heads aside: key and value have equal numbers of them that divide query's. Expands, and
+    copies only
     where enable_gqa meets different numbers of heads in key and value."""
     tensors = [tensor[None] if tensor.dim() == 2 else tensor for tensor in (query, key, value)]
     heads_q, heads_k, heads_v = (tensor.shape[-3] for tensor in tensors)

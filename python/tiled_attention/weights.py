@@ -34,12 +34,12 @@ def attention_weights(
 
     Args:
         query, key, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset: as in `attention`.
-        rows: int64 (num_rows,), indices in [0, seqlen_q) of the query rows that are wanted, in any order; None: all. Nothing is computed or stored for
-            the other rows beyond their lse.
+        rows: int64 (num_rows,), indices in [0, seqlen_q) of the query rows that are wanted, in any order; None: all. Nothing is computed
+            or stored for the other rows beyond their lse.
 
     Returns:
-        (..., num_heads, num_rows or seqlen_q, seqlen_kv), float32 (float64 for float64 inputs); 0 exactly where masked. With sinks, rows sum to less
-        than 1.
+        (..., num_heads, num_rows or seqlen_q, seqlen_kv), float32 (float64 for float64 inputs); 0 exactly where masked. With sinks, rows
+        sum to less than 1.
 
     Differentiable as `attention` is.
 
@@ -68,11 +68,12 @@ def attention_with_weights(
         out as `attention` returns it; weights (..., num_heads, seqlen_q, seqlen_kv), or (..., seqlen_q, seqlen_kv) with `average`.
     """
     names = ("mask", "bias", "scale", "softcap", "alibi_slopes", "sinks")
-    values = [options.pop(name, None) for name in names]
+    values: Any = [options.pop(name, None) for name in names]
     dropout_p, generator, query_offset = options.pop("dropout_p", 0.0), options.pop("generator", None), options.pop("query_offset", None)
     if options:
         raise TypeError(f"attention_with_weights has no argument {next(iter(options))!r}")
-    args = prepare(query, key, value, *values, dropout_p, generator, query_offset)
+    mask, bias, scale, softcap, alibi_slopes, sinks = values
+    args = prepare(query, key, value, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset)
     if rows is not None:
         rows = _check_rows(rows, args.query)
     out, lse = forward(args)

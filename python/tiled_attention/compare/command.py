@@ -113,10 +113,10 @@ def compare(quick: bool, threads: int, sizes: Sequence[int] | None, console: Any
 
         def run_models(advance: Callable[[str], None]) -> list[dict[str, Any]]:
             def encoder() -> dict[str, Any]:
-                return models.sentence_encoder(64 if quick else 256, threads, advance)
+                return models.sentence_encoder(32 if quick else 256, threads, 2.0 if quick else 20.0, advance)
 
             def decoder() -> dict[str, Any]:
-                return models.language_model(threads, advance)
+                return models.language_model(threads, 20.0, advance)
 
             rows = []
             for name, model in [("all-MiniLM-L6-v2", encoder)] + ([] if quick else [("SmolLM2-135M", decoder)]):

