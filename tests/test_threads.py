@@ -108,7 +108,7 @@ def test_a_call_inside_a_parallel_backward():
 
 
 # Tensors below 32768 elements, which torch's own operators do not share out: a child may not use the pool that its parent started.
-FORKED = Case(num_heads=8, num_heads_kv=2, seqlen_q=200, mask="Causal()", bias=(200,), sinks=True, alibi=True, dropout_p=0.1)
+FORKED = Case(num_heads=8, num_heads_kv=2, seqlen_q=150, mask="Causal()", bias=(150,), sinks=True, alibi=True, dropout_p=0.1)
 
 
 def _answer(connection, threads: int | None) -> None:

@@ -9,13 +9,19 @@ inline namespace KERNEL_ISA {
 
 // softcap * tanh(score / softcap), in two steps: the tanh is kept because the derivative is 1 - tanh^2.
 template <class T>
-HOST_DEVICE T softcap_tanh(T score_over_cap) { return tanh(score_over_cap); }
+HOST_DEVICE T softcap_tanh(T score_over_cap) {
+  return tanh(score_over_cap);
+}
 template <class T>
-HOST_DEVICE T softcap_gradient(T grad, T tanh_of_score) { return grad - grad * tanh_of_score * tanh_of_score; }
+HOST_DEVICE T softcap_gradient(T grad, T tanh_of_score) {
+  return grad - grad * tanh_of_score * tanh_of_score;
+}
 
 // ALiBi adds -slope * |query position - key position|.
 template <class T>
-HOST_DEVICE T alibi_distance(T query_position, T key_position) { return abs(query_position - key_position); }
+HOST_DEVICE T alibi_distance(T query_position, T key_position) {
+  return abs(query_position - key_position);
+}
 
 }  // namespace KERNEL_ISA
 }  // namespace tiled_attention

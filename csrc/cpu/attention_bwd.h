@@ -26,7 +26,8 @@ struct Backward {
   int group, chunks;
   int64_t heads;
 
-  Backward(const AttentionBackwardParams& params, const ThreadPool& all) : params(params), p(params.forward), pool(with_workers(all, p)), plan(params), chunks(plan.chunks) {
+  Backward(const AttentionBackwardParams& params, const ThreadPool& all)
+      : params(params), p(params.forward), pool(with_workers(all, p)), plan(params), chunks(plan.chunks) {
     group = int(p.num_heads / p.num_heads_kv);
     heads = p.batch * p.num_heads_kv;
     const int64_t items = by_chunks() ? max_of(int64_t(chunks), (p.seqlen_kv + kTileKV - 1) / kTileKV) : plan.groups;
@@ -68,12 +69,18 @@ struct Backward {
     char* workers_at = (char*)memory + parts_bytes();
     char* packed_at = workers_at + pool.num_workers * worker_bytes();
     const size_t worker_size = worker_bytes(), packed_size = packed_bytes(), sums_size = sums_bytes();
-    const auto buffers = [&](int worker) { Scratch s(workers_at + worker * worker_size); return Buffers(params, s); };
+    const auto buffers = [&](int worker) {
+      Scratch s(workers_at + worker * worker_size);
+      return Buffers(params, s);
+    };
     const int key_tiles = int((p.seqlen_kv + kTileKV - 1) / kTileKV);
     if (by_chunks()) {
       Scratch s(packed_at);
       const Packed packed(p, s);
-      const auto sums = [&](int chunk) { Scratch s(packed_at + packed_size + chunk * sums_size); return Sums(params, s); };
+      const auto sums = [&](int chunk) {
+        Scratch s(packed_at + packed_size + chunk * sums_size);
+        return Sums(params, s);
+      };
       for (int64_t head = 0; head < heads; head++) {
         for_each_item(pool, key_tiles, [&](int worker, int64_t tile) { pack_keys(head, int(tile), packed, buffers(worker)); });
         for_each_item(pool, chunks, [&](int worker, int64_t chunk) { run_chunk(head, int(chunk), packed, sums(int(chunk)), buffers(worker), parts); });
@@ -116,8 +123,10 @@ struct Backward {
     const int begin = tile * kTileKV, rows = min_of(kTileKV, int(p.seqlen_kv) - begin), head_dim = int(p.head_dim), head_dim_v = int(p.head_dim_v);
     const auto key = adjacent_columns(matrix<const T>(p, p.key, head / p.num_heads_kv, head % p.num_heads_kv), begin, rows, head_dim, buf.key_temp);
     const auto value = adjacent_columns(matrix<const T>(p, p.value, head / p.num_heads_kv, head % p.num_heads_kv), begin, rows, head_dim_v, buf.value_temp);
-    pack_transposed(key.data, key.row_stride, rows, head_dim, packed.key_transposed + begin / kPanel<Unit> * packed.key_transposed_stride, packed.key_transposed_stride);
-    pack_transposed(value.data, value.row_stride, rows, head_dim_v, packed.value_transposed + begin / kPanel<Unit> * packed.value_transposed_stride, packed.value_transposed_stride);
+    pack_transposed(key.data, key.row_stride, rows, head_dim, packed.key_transposed + begin / kPanel<Unit> * packed.key_transposed_stride,
+                    packed.key_transposed_stride);
+    pack_transposed(value.data, value.row_stride, rows, head_dim_v, packed.value_transposed + begin / kPanel<Unit> * packed.value_transposed_stride,
+                    packed.value_transposed_stride);
     packed.key_finite[tile] = pack_finite_panels(key.data, key.row_stride, rows, head_dim, packed.key + begin / kSize * kPanel<Unit>, packed.key_stride);
   }
 
@@ -149,7 +158,8 @@ struct Backward {
       }
       if (params.grad_value.data) {
         const Matrix<T> to = matrix<T>(p, params.grad_value, batch, head_kv);
-        store_row(sums.grad_value + int64_t(j) * sums.value_stride, int(p.head_dim_v), Real(kDrop ? inverse_keep_of(p.dropout.p) : 1), to.row(j), to.col_stride);
+        store_row(sums.grad_value + int64_t(j) * sums.value_stride, int(p.head_dim_v), Real(kDrop ? inverse_keep_of(p.dropout.p) : 1), to.row(j),
+                  to.col_stride);
       }
     }
   }
@@ -158,7 +168,8 @@ struct Backward {
   void add_bias_columns(int64_t head, const Sums& sums) const {
     if (!sums.bias_columns) return;
     for (int g = 0; g < group; g++) {
-      Real* to = (Real*)params.grad_bias.data + batch_offset(p, params.grad_bias, head / p.num_heads_kv) + (head % p.num_heads_kv * group + g) * params.grad_bias.head_stride;
+      Real* to = (Real*)params.grad_bias.data + batch_offset(p, params.grad_bias, head / p.num_heads_kv) +
+                 (head % p.num_heads_kv * group + g) * params.grad_bias.head_stride;
       for (int64_t j = 0; j < p.seqlen_kv; j++) to[j * params.grad_bias.col_stride] += sums.bias_columns[g * p.seqlen_kv + j];
     }
   }
@@ -229,7 +240,8 @@ struct Backward {
     return reduce_add(sum);
   }
 
-  void query_tile(int64_t batch, int head_kv, int rows, bool stacked, const ScoreMods<Real>& mods, const Packed& packed, const Sums& sums, const Buffers& buf) const {
+  void query_tile(int64_t batch, int head_kv, int rows, bool stacked, const ScoreMods<Real>& mods, const Packed& packed, const Sums& sums,
+                  const Buffers& buf) const {
     pack_queries(batch, rows, mods.factor(), buf);
     memset(buf.grad_query, 0, int64_t(kTileQ) * sums.key_stride * sizeof(Real));
     BlockKeys blocks[kBlocks];
@@ -253,7 +265,9 @@ struct Backward {
           Interval& s = seen[i0 / kBlockRows] = block.within(kv_begin, kv_end);
           const int count = min_of(kBlockRows, rows - i0);
           if (is_empty(s)) zero_block(buf, i0, count);
-          else block_of_rows(batch, head_kv, i0, count, kv_begin, kv_end, round_down(s.begin, kPanel<Unit>), s.end, block, in_registers, mods, dropout, packed, sums, buf);
+          else
+            block_of_rows(batch, head_kv, i0, count, kv_begin, kv_end, round_down(s.begin, kPanel<Unit>), s.end, block, in_registers, mods, dropout, packed,
+                          sums, buf);
         }
         // grad_value += probs^T grad_out, grad_key += grad_scores^T query: blocks of keys, reduction over the rows that see them.
         for (int j = kv_begin; j < kv_end; j += kBlockRows) {
@@ -264,11 +278,11 @@ struct Backward {
           if (begin >= end) continue;
           const int k0 = begin / kSize, k_size = units<Unit>(end - begin), at = k0 * kTileKV + j - kv_begin;
           if (params.grad_value.data)
-            gemm<Left::Transposed, Store::Accumulate>(count, int(p.head_dim_v), k_size, buf.probs + at, kTileKV, buf.grad_out_panels + k0 * kPanel<Unit>, buf.tile_stride,
-                                                      sums.grad_value + int64_t(j) * sums.value_stride, sums.value_stride);
+            gemm<Left::Transposed, Store::Accumulate>(count, int(p.head_dim_v), k_size, buf.probs + at, kTileKV, buf.grad_out_panels + k0 * kPanel<Unit>,
+                                                      buf.tile_stride, sums.grad_value + int64_t(j) * sums.value_stride, sums.value_stride);
           if (params.grad_key.data)
-            gemm<Left::Transposed, Store::Accumulate>(count, int(p.head_dim), k_size, buf.grad_scores + at, kTileKV, buf.query_panels + k0 * kPanel<Unit>, buf.tile_stride,
-                                                      sums.grad_key + int64_t(j) * sums.key_stride, sums.key_stride);
+            gemm<Left::Transposed, Store::Accumulate>(count, int(p.head_dim), k_size, buf.grad_scores + at, kTileKV, buf.query_panels + k0 * kPanel<Unit>,
+                                                      buf.tile_stride, sums.grad_key + int64_t(j) * sums.key_stride, sums.key_stride);
         }
       }
     if (!params.grad_query.data) return;
@@ -279,8 +293,8 @@ struct Backward {
   }
 
   // Probabilities and grad_scores of the visible part of one block of rows; zero in the rest of [kv_begin, kv_end). Adds to grad_query.
-  void block_of_rows(int64_t batch, int head_kv, int i0, int rows, int kv_begin, int kv_end, int begin, int end, const BlockKeys& block, bool in_registers, const ScoreMods<Real>& mods,
-                     const Dropout& dropout, const Packed& packed, const Sums& sums, const Buffers& buf) const {
+  void block_of_rows(int64_t batch, int head_kv, int i0, int rows, int kv_begin, int kv_end, int begin, int end, const BlockKeys& block, bool in_registers,
+                     const ScoreMods<Real>& mods, const Dropout& dropout, const Packed& packed, const Sums& sums, const Buffers& buf) const {
     const int left = begin - kv_begin, cols = round_up(end - begin, kPanel<Unit>), panel = begin / kPanel<Unit>;
     Real* scores = (kSize == 1 ? (Real*)buf.probs + i0 * kTileKV : buf.block_scores) + left;
     Real* grads = (kSize == 1 ? (Real*)buf.grad_scores + i0 * kTileKV : buf.block_grad_scores) + left;
@@ -307,10 +321,11 @@ struct Backward {
     if (!params.grad_query.data) return;
     const Unit* grad_rows = kSize == 1 ? (const Unit*)grads : buf.grad_score_rows + left / kSize;
     Real* grad_query = buf.grad_query + i0 * sums.key_stride;
-    gemm<Left::RowMajor, Store::Accumulate>(rows, int(p.head_dim), units<Unit>(end - begin), grad_rows, kTileKV / kSize, packed.key + begin / kSize * kPanel<Unit>, packed.key_stride, grad_query,
-                                            int(sums.key_stride));
+    gemm<Left::RowMajor, Store::Accumulate>(rows, int(p.head_dim), units<Unit>(end - begin), grad_rows, kTileKV / kSize,
+                                            packed.key + begin / kSize * kPanel<Unit>, packed.key_stride, grad_query, int(sums.key_stride));
     if (!packed.key_finite[kv_begin / kTileKV])
-      add_nonfinite(mods, tile_rows, rows, begin, end, grad_rows, kTileKV / kSize, matrix<const T>(p, p.key, batch, head_kv), int(p.head_dim), grad_query, int(sums.key_stride));
+      add_nonfinite(mods, tile_rows, rows, begin, end, grad_rows, kTileKV / kSize, matrix<const T>(p, p.key, batch, head_kv), int(p.head_dim), grad_query,
+                    int(sums.key_stride));
   }
 
 #if defined(__AVX512BF16__)
@@ -321,16 +336,16 @@ struct Backward {
 #endif
 
   template <bool kSelect>
-  void gradients(int64_t batch, int i0, int rows, int begin, int left, int cols, Real factor, [[maybe_unused]] bool in_pairs, [[maybe_unused]] bool in_registers, Real* scores, Real* grads, const Dropout& dropout,
-                 const Buffers& buf) const {
+  void gradients(int64_t batch, int i0, int rows, int begin, int left, int cols, Real factor, [[maybe_unused]] bool in_pairs,
+                 [[maybe_unused]] bool in_registers, Real* scores, Real* grads, const Dropout& dropout, const Buffers& buf) const {
     const Real *lse = buf.row_lse + i0, *delta = buf.row_delta + i0;
     const int first = buf.rows[i0].query, in_group = left / kPhiloxGroup;
 #if defined(__AVX512BF16__)
     if constexpr (kSize == 2)
       if (in_pairs) {
         for (int i = 0; i < rows; i += 2)
-          score_gradient_to_pairs<kSelect, kDrop>(scores + i * kTileKV, grads + i * kTileKV, kTileKV, cols, factor, lse + i, delta + i, pair_rows(i0 + i, i, left, buf), dropout, first + i,
-                                                  in_group);
+          score_gradient_to_pairs<kSelect, kDrop>(scores + i * kTileKV, grads + i * kTileKV, kTileKV, cols, factor, lse + i, delta + i,
+                                                  pair_rows(i0 + i, i, left, buf), dropout, first + i, in_group);
         return;
       }
 #endif
@@ -352,8 +367,8 @@ struct Backward {
   }
 
   // What a row of grad_scores means for slopes, bias and, through the softcap, for the products.
-  __attribute__((noinline)) void extra_gradients(int64_t batch, const TileRow& row, int in_tile, int begin, int end, Real* grads, const Real* tanhs, const ScoreMods<Real>& mods, const Sums& sums,
-                                                 const Buffers& buf) const {
+  __attribute__((noinline)) void extra_gradients(int64_t batch, const TileRow& row, int in_tile, int begin, int end, Real* grads, const Real* tanhs,
+                                                 const ScoreMods<Real>& mods, const Sums& sums, const Buffers& buf) const {
     const int count = end - begin;
     if (params.grad_alibi_slopes) {
       V sum(Real(0));

@@ -108,7 +108,8 @@ struct Forward {
   Sharing sharing;
   int slices = 1, splits = 1;
 
-  Forward(const AttentionParams& p, const ThreadPool& all) : p(p), pool(with_workers(all, p)), tiles(p.num_heads / p.num_heads_kv, 0, p.seqlen_q, kFwdTileQ), heads(p.batch * p.num_heads_kv) {
+  Forward(const AttentionParams& p, const ThreadPool& all)
+      : p(p), pool(with_workers(all, p)), tiles(p.num_heads / p.num_heads_kv, 0, p.seqlen_q, kFwdTileQ), heads(p.batch * p.num_heads_kv) {
     const int workers = pool.num_workers;
     splits = int((p.seqlen_kv + kSplitKV - 1) / kSplitKV);
     if (tiles.count <= 1) sharing = splits > 1 && heads < 4 * workers && workers > 1 ? Sharing::kSplits : Sharing::kSingle;
@@ -140,7 +141,8 @@ struct Forward {
   size_t scratch_bytes() const {
     const bool single = sharing == Sharing::kSingle || sharing == Sharing::kSplits;
     const int64_t packings = sharing == Sharing::kTiles ? heads : pool.num_workers;
-    return current_bytes() + pool.num_workers * buffer_bytes(p) + packings * packed_bytes(single) + (sharing == Sharing::kSplits ? heads * splits * partial_bytes() : 0);
+    return current_bytes() + pool.num_workers * buffer_bytes(p) + packings * packed_bytes(single) +
+           (sharing == Sharing::kSplits ? heads * splits * partial_bytes() : 0);
   }
 
   void run(void* memory) const {
@@ -234,7 +236,8 @@ struct Forward {
     const ScoreMods<Real> mods(p, mask, batch);
     const Real factor = mods.factor();
     for_each_run(buf.rows, rows, [&](int first, int count) {
-      const auto query = adjacent_columns(matrix<const T>(p, p.query, batch, buf.rows[first].head), buf.rows[first].query, count, int(p.head_dim), buf.query_temp);
+      const auto query =
+          adjacent_columns(matrix<const T>(p, p.query, batch, buf.rows[first].head), buf.rows[first].query, count, int(p.head_dim), buf.query_temp);
       pack_rows(query.data, query.row_stride, count, int(p.head_dim), factor, buf.query + first * buf.query_stride, buf.query_stride);
     });
     const bool many_splits = p.seqlen_kv > kSplitKV;
@@ -275,7 +278,8 @@ struct Forward {
             if (kDrop && in_registers()) dropout.begin_tile(kv_begin, min_of(kv_begin + kFwdTileKV, kv_to));
             packed = true;
           }
-          block_of_rows(batch, head_kv, i0, min_of(kBlockRows, rows - i0), kv_begin, round_down(seen.begin, kPanel<Unit>), seen.end, block, started[i0 / kBlockRows], mods, dropout, keys, buf);
+          block_of_rows(batch, head_kv, i0, min_of(kBlockRows, rows - i0), kv_begin, round_down(seen.begin, kPanel<Unit>), seen.end, block,
+                        started[i0 / kBlockRows], mods, dropout, keys, buf);
           started[i0 / kBlockRows] = true;
         }
       }
@@ -285,13 +289,14 @@ struct Forward {
   bool in_registers() const { return sizeof(Real) == 4 && !tiles.stacked && Dropout::in_registers(p.dropout); }
 
   // Rows [i0, i0 + rows) of the tile and keys [begin, end) of the key tile at kv_begin.
-  ALWAYS_INLINE void block_of_rows(int64_t batch, int head_kv, int i0, int rows, int kv_begin, int begin, int end, const BlockKeys& block, bool started, const ScoreMods<Real>& mods,
-                                   const Dropout& dropout, const Packed& keys, const Buffers& buf) const {
+  ALWAYS_INLINE void block_of_rows(int64_t batch, int head_kv, int i0, int rows, int kv_begin, int begin, int end, const BlockKeys& block, bool started,
+                                   const ScoreMods<Real>& mods, const Dropout& dropout, const Packed& keys, const Buffers& buf) const {
     const int cols = round_up(end - begin, kPanel<Unit>), stride = kFwdTileKV / kUnitSize<Unit>, tile = keys.single ? 0 : kv_begin / kFwdTileKV;
     const TileRow* tile_rows = buf.rows + i0;
     const Unit* key = keys.key + tile * keys.key_tile + (begin - kv_begin) / kPanel<Unit> * keys.key_panel;
     const Unit* value = keys.value + tile * keys.value_tile + (begin - kv_begin) / kUnitSize<Unit> * kPanel<Unit>;
-    gemm<Left::RowMajor, Store::Overwrite>(rows, end - begin, units<Unit>(int(p.head_dim)), buf.query + i0 * buf.query_stride, buf.query_stride, key, keys.key_panel, buf.scores, kFwdTileKV);
+    gemm<Left::RowMajor, Store::Overwrite>(rows, end - begin, units<Unit>(int(p.head_dim)), buf.query + i0 * buf.query_stride, buf.query_stride, key,
+                                           keys.key_panel, buf.scores, kFwdTileKV);
 
     Real factor = kScaled ? Real(1) : abs_of(mods.factor());
     if (mods.any()) mods.apply(tile_rows, rows, begin, end, buf.scores, kFwdTileKV, factor, (Real*)nullptr), factor = Real(1);
@@ -305,15 +310,20 @@ struct Forward {
     softmax_block<Unit, kDrop>(rows, cols, kFwdTileKV, buf.scores, buf.probs, factor, state, int(p.head_dim_v), drop);
 
     const int head_dim_v = int(p.head_dim_v);
-    if (started) gemm<Left::RowMajor, Store::Accumulate>(rows, head_dim_v, units<Unit>(end - begin), buf.probs, stride, value, keys.value_panel, state.out, state.out_stride);
-    else gemm<Left::RowMajor, Store::Overwrite>(rows, head_dim_v, units<Unit>(end - begin), buf.probs, stride, value, keys.value_panel, state.out, state.out_stride);
+    if (started)
+      gemm<Left::RowMajor, Store::Accumulate>(rows, head_dim_v, units<Unit>(end - begin), buf.probs, stride, value, keys.value_panel, state.out,
+                                              state.out_stride);
+    else
+      gemm<Left::RowMajor, Store::Overwrite>(rows, head_dim_v, units<Unit>(end - begin), buf.probs, stride, value, keys.value_panel, state.out,
+                                             state.out_stride);
     if (keys.state[tile] == Packed::kNonfinite)
       add_nonfinite(mods, tile_rows, rows, begin, end, buf.probs, stride, matrix<const T>(p, p.value, batch, head_kv), head_dim_v, state.out, state.out_stride);
   }
 
   static Real abs_of(Real x) { return x < 0 ? -x : x; }
 
-  __attribute__((noinline)) void draw_bits(int64_t batch, const TileRow* rows, int count, int begin, int cols, const Buffers& buf, const uint32_t** bits) const {
+  __attribute__((noinline)) void draw_bits(int64_t batch, const TileRow* rows, int count, int begin, int cols, const Buffers& buf,
+                                           const uint32_t** bits) const {
     for (int i = 0; i < count; i++) {
       const Dropout dropout(p.dropout, batch, rows[i].head, nullptr);
       bits[i] = dropout.row_bits(rows[i].query, begin, cols, buf.dropout_bits + i * Dropout::row_bits_size(kFwdTileKV));
@@ -330,7 +340,8 @@ struct Forward {
         for (int k = 0; k < kN; k++) {
           const bool exists = i + k < rows;
           if (exists && p.sinks)
-            add_sink(Real(((const Real*)p.sinks)[tile_rows[i + k].head] * kLog2e), state.row_max[i + k], state.row_sum + (i + k) * kN, state.out + int64_t(i + k) * state.out_stride, int(p.head_dim_v));
+            add_sink(Real(((const Real*)p.sinks)[tile_rows[i + k].head] * kLog2e), state.row_max[i + k], state.row_sum + (i + k) * kN,
+                     state.out + int64_t(i + k) * state.out_stride, int(p.head_dim_v));
           inverse[k] = exists ? reduce_add(V::load(state.row_sum + (i + k) * kN)) : Real(1);
         }
         ((V::load(state.row_max + i) + log2(V::load(inverse))) * V(Real(kLn2))).store(lse);

@@ -89,7 +89,8 @@ struct Weights {
     for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
       const int count = min_of(kBlockRows, rows - i0);
       const TileRow* block = buf.rows + i0;
-      gemm<Left::RowMajor, Store::Overwrite>(count, key_count, units<Unit>(head_dim), buf.query + int64_t(i0) * query_stride, query_stride, buf.key, key_panel, buf.scores, kWeightsTileKV);
+      gemm<Left::RowMajor, Store::Overwrite>(count, key_count, units<Unit>(head_dim), buf.query + int64_t(i0) * query_stride, query_stride, buf.key, key_panel,
+                                             buf.scores, kWeightsTileKV);
       Real factor = kUnitSize<Unit> == 1 ? Real(1) : mods.factor() < 0 ? -mods.factor() : mods.factor();
       if (mods.any()) mods.apply(block, count, key_begin, key_begin + key_count, buf.scores, kWeightsTileKV, factor, (Real*)nullptr), factor = Real(1);
       for (int i = 0; i < count; i++) {

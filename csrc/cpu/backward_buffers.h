@@ -1,8 +1,8 @@
 #pragma once
 // Memory of the backward pass, and how a head is cut into chunks of queries.
 
-#include "schedule.h"
 #include "dropout.h"
+#include "schedule.h"
 
 namespace tiled_attention {
 inline namespace KERNEL_ISA {

@@ -38,8 +38,12 @@ constexpr int kPhiloxGroup = 2 * kLanes<float>;
 // (15 of 20 multiplications).
 struct Philox {
   uint32_t key0, key1, head, batch;
-  struct Keys { Words a, b, c, d; };
-  struct Row { uint32_t high0, low0; };
+  struct Keys {
+    Words a, b, c, d;
+  };
+  struct Row {
+    uint32_t high0, low0;
+  };
 
   // Keys [key, key + kPhiloxGroup), key a multiple of 4. The counters stand in the lanes so that bits() ends in order of the keys.
   ALWAYS_INLINE Keys keys(uint64_t key) const {
@@ -70,7 +74,8 @@ struct Philox {
       c3 = p0;
     }
 #if defined(__AVX512F__)
-    const __m512i l = _mm512_mask_mov_epi32((__m512i)c0.v, 0xaaaa, (__m512i)(c1.v << 32)), u = _mm512_mask_mov_epi32((__m512i)c2.v, 0xaaaa, (__m512i)(c3.v << 32));
+    const __m512i l = _mm512_mask_mov_epi32((__m512i)c0.v, 0xaaaa, (__m512i)(c1.v << 32)),
+                  u = _mm512_mask_mov_epi32((__m512i)c2.v, 0xaaaa, (__m512i)(c3.v << 32));
     first.v = (Bits::Native)_mm512_unpacklo_epi64(l, u);
     second.v = (Bits::Native)_mm512_unpackhi_epi64(l, u);
 #elif defined(__AVX2__)

@@ -21,8 +21,12 @@ inline namespace KERNEL_ISA {
 constexpr int kBlockRows = GEMM_ROWS, kBlockVectors = GEMM_VECTORS, kRowStep = kVectorBytes == 64 ? 4 : 2;
 static_assert(kBlockRows % kRowStep == 0 && kBlockVectors == 2, "");
 
-template <class Unit> struct AccumulatorOf { typedef Unit type; };
-template <> struct AccumulatorOf<Bf16Pair> { typedef float type; };
+template <class Unit> struct AccumulatorOf {
+  typedef Unit type;
+};
+template <> struct AccumulatorOf<Bf16Pair> {
+  typedef float type;
+};
 template <class Unit> using Accumulator = typename AccumulatorOf<Unit>::type;
 
 template <class Unit>
@@ -35,7 +39,9 @@ ALWAYS_INLINE int round_down(int x, int step) { return x / step * step; }
 // How element (i, k) of the left operand is found: RowMajor at a[i * stride + k], Transposed at a[k * stride + i].
 enum class Left { RowMajor, Transposed };
 enum class Store { Overwrite, Accumulate };
-template <Store kValue> struct StoreConstant { static constexpr Store value = kValue; };
+template <Store kValue> struct StoreConstant {
+  static constexpr Store value = kValue;
+};
 
 template <Left kLeft, Store kStore, int kRows, int kVectors, class Unit>
 ALWAYS_INLINE void gemm_block(int k_size, const Unit* a, long a_stride, const Unit* b, Accumulator<Unit>* c, long c_stride) {

@@ -38,11 +38,15 @@ static size_t attention_fwd_scratch(const AttentionParams& p, const ThreadPool& 
 static void attention_fwd(const AttentionParams& p, const ThreadPool& pool, void* scratch) {
   with_kernel<Forward>(p, p, pool, [&](const auto& kernel) { kernel.run(scratch); });
 }
-static size_t attention_bwd_scratch(const AttentionBackwardParams& p, const ThreadPool& pool) { return with_kernel<Backward>(p, p.forward, pool, scratch_bytes); }
+static size_t attention_bwd_scratch(const AttentionBackwardParams& p, const ThreadPool& pool) {
+  return with_kernel<Backward>(p, p.forward, pool, scratch_bytes);
+}
 static void attention_bwd(const AttentionBackwardParams& p, const ThreadPool& pool, void* scratch) {
   with_kernel<Backward>(p, p.forward, pool, [&](const auto& kernel) { kernel.run(scratch); });
 }
-static size_t attention_weights_scratch(const AttentionWeightsParams& p, const ThreadPool& pool) { return with_kernel<Weights>(p, p.forward, pool, scratch_bytes); }
+static size_t attention_weights_scratch(const AttentionWeightsParams& p, const ThreadPool& pool) {
+  return with_kernel<Weights>(p, p.forward, pool, scratch_bytes);
+}
 static void attention_weights(const AttentionWeightsParams& p, const ThreadPool& pool, void* scratch) {
   with_kernel<Weights>(p, p.forward, pool, [&](const auto& kernel) { kernel.run(scratch); });
 }
@@ -111,16 +115,11 @@ static double peak(DType dtype) {
 extern const Kernels kernels;
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
-const Kernels kernels = {STRING(KERNEL_ISA),
-                         attention_fwd_scratch,
-                         attention_fwd,
-                         attention_bwd_scratch,
-                         attention_bwd,
-                         attention_weights_scratch,
-                         attention_weights,
-                         dropout_mask,
-                         mask_dense,
-                         peak};
+const Kernels kernels = {STRING(KERNEL_ISA), attention_fwd_scratch,
+                         attention_fwd,      attention_bwd_scratch,
+                         attention_bwd,      attention_weights_scratch,
+                         attention_weights,  dropout_mask,
+                         mask_dense,         peak};
 
 }  // namespace KERNEL_ISA
 }  // namespace tiled_attention

@@ -11,7 +11,9 @@ inline namespace KERNEL_ISA {
 template <class Unit> constexpr int kUnitSize = 1;
 template <> constexpr int kUnitSize<Bf16Pair> = 2;
 template <class Unit>
-ALWAYS_INLINE int units(int elements) { return (elements + kUnitSize<Unit> - 1) / kUnitSize<Unit>; }
+ALWAYS_INLINE int units(int elements) {
+  return (elements + kUnitSize<Unit> - 1) / kUnitSize<Unit>;
+}
 
 // Hands out pieces of the caller's scratch memory. With a null base it only counts: the size function and the kernel
 // run the same code.

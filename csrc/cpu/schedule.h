@@ -35,7 +35,8 @@ struct QueryTiles {
   int group, first_query, seqlen, tile_rows, tiles_per_head, count;
   bool stacked;
 
-  QueryTiles(int64_t group, int first_query, int64_t seqlen, int tile_rows) : group(int(group)), first_query(first_query), seqlen(int(seqlen)), tile_rows(tile_rows) {
+  QueryTiles(int64_t group, int first_query, int64_t seqlen, int tile_rows)
+      : group(int(group)), first_query(first_query), seqlen(int(seqlen)), tile_rows(tile_rows) {
     stacked = group > 1 && seqlen < tile_rows;
     tiles_per_head = int((seqlen + tile_rows - 1) / tile_rows);
     count = stacked ? int((group * seqlen + tile_rows - 1) / tile_rows) : int(group) * tiles_per_head;

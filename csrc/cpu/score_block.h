@@ -211,8 +211,8 @@ struct ScoreMods {
 // in [begin, end) that row i sees. Whatever else was added, the sum is the same infinity or NaN, so the order does not matter and rows
 // that see none keep their bits.
 template <class Unit, class T>
-__attribute__((noinline)) void add_nonfinite(const ScoreMods<Accumulator<Unit>>& mods, const TileRow* tile_rows, int rows, int begin, int end, const Unit* left, int left_stride,
-                                             const Matrix<const T>& right, int cols, Accumulator<Unit>* out, int out_stride) {
+__attribute__((noinline)) void add_nonfinite(const ScoreMods<Accumulator<Unit>>& mods, const TileRow* tile_rows, int rows, int begin, int end, const Unit* left,
+                                             int left_stride, const Matrix<const T>& right, int cols, Accumulator<Unit>* out, int out_stride) {
   for (int j = begin; j < end; j++)
     for (int d = 0; d < cols; d++) {
       T element[kLanes<Accumulator<Unit>>] = {right.row(j)[d * right.col_stride]};

@@ -22,7 +22,8 @@ struct ScoreGradient {
 // One row in place: scores become probabilities, grad_scores hold the gradients of the probabilities and become those of the scores.
 // With kDrop the probabilities stored are the kept ones, not yet times inverse_keep; `bits` says which.
 template <bool kScaled, bool kSelect, bool kDrop, class Real>
-ALWAYS_INLINE void score_gradient_row(Real* scores, Real* grad_scores, int cols, Real factor, Real lse, Real delta, const Dropout* dropout, const uint32_t* bits) {
+ALWAYS_INLINE void score_gradient_row(Real* scores, Real* grad_scores, int cols, Real factor, Real lse, Real delta, const Dropout* dropout,
+                                      const uint32_t* bits) {
   using V = NativeVec<Real>;
   const ScoreGradient<kScaled, kSelect, Real> gradient(factor, lse, delta);
   const V inverse(Real(kDrop ? dropout->inverse_keep : 1));
@@ -37,7 +38,8 @@ ALWAYS_INLINE void score_gradient_row(Real* scores, Real* grad_scores, int cols,
 
 // Two rows in place, the first of an even query, with dropout bits made in registers.
 template <bool kSelect>
-ALWAYS_INLINE void score_gradient_pair(float* scores, float* grad_scores, int stride, int cols, const float* lse, const float* delta, const Dropout& dropout, int query, int group) {
+ALWAYS_INLINE void score_gradient_pair(float* scores, float* grad_scores, int stride, int cols, const float* lse, const float* delta, const Dropout& dropout,
+                                       int query, int group) {
   using V = NativeVec<float>;
   const auto counters = dropout.row(query);
   const V inverse(float(dropout.inverse_keep));
@@ -82,8 +84,8 @@ struct PairRows {
 };
 
 template <bool kSelect, bool kDrop>
-ALWAYS_INLINE void score_gradient_to_pairs(const float* scores, const float* grad_probs, int stride, int cols, float factor, const float* lse, const float* delta, const PairRows& to,
-                                           const Dropout& dropout, int query, int group) {
+ALWAYS_INLINE void score_gradient_to_pairs(const float* scores, const float* grad_probs, int stride, int cols, float factor, const float* lse,
+                                           const float* delta, const PairRows& to, const Dropout& dropout, int query, int group) {
   using V = NativeVec<float>;
   const auto counters = dropout.row(query);
   const V inverse(float(dropout.inverse_keep));

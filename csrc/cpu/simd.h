@@ -24,7 +24,9 @@ constexpr int kVectorBytes = 16;
 #endif
 
 template <class T, int N>
-struct NativeVector { typedef T type __attribute__((vector_size(N * sizeof(T)))); };
+struct NativeVector {
+  typedef T type __attribute__((vector_size(N * sizeof(T))));
+};
 
 // A class, not a typedef: argument-dependent lookup must find exp2(Vec) and friends.
 template <class T, int N>
@@ -37,7 +39,11 @@ struct Vec {
   ALWAYS_INLINE Vec(Native native) : v(native) {}
   ALWAYS_INLINE Vec(T scalar) : v(scalar - Native{}) {}  // x - 0 is exactly x, so this compiles to a broadcast
 
-  static ALWAYS_INLINE Vec load(const void* p) { Vec r; memcpy(&r.v, p, sizeof r.v); return r; }
+  static ALWAYS_INLINE Vec load(const void* p) {
+    Vec r;
+    memcpy(&r.v, p, sizeof r.v);
+    return r;
+  }
   ALWAYS_INLINE void store(void* p) const { memcpy(p, &v, sizeof v); }
   static ALWAYS_INLINE Vec iota(T start) {
     Vec r;
@@ -57,13 +63,21 @@ constexpr int kLanes = kVectorBytes / int(sizeof(T));
 
 // Two adjacent bf16 along the reduction dimension, one 32-bit lane. The operand of vdpbf16ps.
 typedef uint32_t Bf16Pair;
-struct bf16 { uint16_t bits; };
-struct fp16 { uint16_t bits; };
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
 
 template <class To, class From, int N>
-ALWAYS_INLINE Vec<To, N> bit_cast(Vec<From, N> x) { return typename Vec<To, N>::Native(x.v); }
+ALWAYS_INLINE Vec<To, N> bit_cast(Vec<From, N> x) {
+  return typename Vec<To, N>::Native(x.v);
+}
 template <class To, class From, int N>
-ALWAYS_INLINE Vec<To, N> convert(Vec<From, N> x) { return __builtin_convertvector(x.v, typename Vec<To, N>::Native); }
+ALWAYS_INLINE Vec<To, N> convert(Vec<From, N> x) {
+  return __builtin_convertvector(x.v, typename Vec<To, N>::Native);
+}
 
 ALWAYS_INLINE Vec<int, kLanes<float>>::Native bit_cast_int(NativeVec<float> x) { return Vec<int, kLanes<float>>::Native(x.v); }
 ALWAYS_INLINE Vec<int64_t, kLanes<double>>::Native bit_cast_int(NativeVec<double> x) { return Vec<int64_t, kLanes<double>>::Native(x.v); }
@@ -72,7 +86,9 @@ ALWAYS_INLINE Vec<int64_t, kLanes<double>>::Native bit_cast_int(NativeVec<double
 
 // acc + a * b, one instruction where there is FMA (needs -ffp-contract=fast, the default of GCC).
 template <class T, int N>
-ALWAYS_INLINE Vec<T, N> multiply_add(Vec<T, N> a, Vec<T, N> b, Vec<T, N> acc) { return a.v * b.v + acc.v; }
+ALWAYS_INLINE Vec<T, N> multiply_add(Vec<T, N> a, Vec<T, N> b, Vec<T, N> acc) {
+  return a.v * b.v + acc.v;
+}
 
 #if defined(__AVX512BF16__)
 ALWAYS_INLINE Vec<float, 16> multiply_add(Vec<Bf16Pair, 16> a, Vec<Bf16Pair, 16> b, Vec<float, 16> acc) {
@@ -81,13 +97,19 @@ ALWAYS_INLINE Vec<float, 16> multiply_add(Vec<Bf16Pair, 16> a, Vec<Bf16Pair, 16>
 #endif
 
 template <int N>
-ALWAYS_INLINE Vec<float, N> abs(Vec<float, N> x) { return (typename Vec<float, N>::Native)((typename Vec<int, N>::Native)x.v & 0x7fffffff); }
+ALWAYS_INLINE Vec<float, N> abs(Vec<float, N> x) {
+  return (typename Vec<float, N>::Native)((typename Vec<int, N>::Native)x.v & 0x7fffffff);
+}
 template <int N>
-ALWAYS_INLINE Vec<double, N> abs(Vec<double, N> x) { return (typename Vec<double, N>::Native)((typename Vec<int64_t, N>::Native)x.v & INT64_MAX); }
+ALWAYS_INLINE Vec<double, N> abs(Vec<double, N> x) {
+  return (typename Vec<double, N>::Native)((typename Vec<int64_t, N>::Native)x.v & INT64_MAX);
+}
 
 // a > b ? a : b. When either is NaN the result is b, as in maxps.
 template <class T, int N>
-ALWAYS_INLINE Vec<T, N> max(Vec<T, N> a, Vec<T, N> b) { return a.v > b.v ? a.v : b.v; }
+ALWAYS_INLINE Vec<T, N> max(Vec<T, N> a, Vec<T, N> b) {
+  return a.v > b.v ? a.v : b.v;
+}
 #if defined(__SSE2__)
 ALWAYS_INLINE Vec<float, 4> max(Vec<float, 4> a, Vec<float, 4> b) { return _mm_max_ps(a.v, b.v); }
 #endif
@@ -100,9 +122,17 @@ ALWAYS_INLINE Vec<float, 16> max(Vec<float, 16> a, Vec<float, 16> b) { return _m
 
 // The halves of x, for reductions: log2(N) steps, the same order for every width of the same N.
 template <class T, int N>
-ALWAYS_INLINE Vec<T, N / 2> low_half(Vec<T, N> x) { Vec<T, N / 2> r; memcpy(&r, &x, sizeof r); return r; }
+ALWAYS_INLINE Vec<T, N / 2> low_half(Vec<T, N> x) {
+  Vec<T, N / 2> r;
+  memcpy(&r, &x, sizeof r);
+  return r;
+}
 template <class T, int N>
-ALWAYS_INLINE Vec<T, N / 2> high_half(Vec<T, N> x) { Vec<T, N / 2> r; memcpy(&r, (const char*)&x + sizeof r, sizeof r); return r; }
+ALWAYS_INLINE Vec<T, N / 2> high_half(Vec<T, N> x) {
+  Vec<T, N / 2> r;
+  memcpy(&r, (const char*)&x + sizeof r, sizeof r);
+  return r;
+}
 template <class T, int N>
 ALWAYS_INLINE T reduce_add(Vec<T, N> x) {
   if constexpr (N == 2) return x.v[0] + x.v[1];
@@ -210,7 +240,9 @@ ALWAYS_INLINE Vec<T, N> tanh(Vec<T, N> x) {
 ALWAYS_INLINE Vec<float, 8> to_float(Vec<uint16_t, 8> x, bf16) { return (Vec<float, 8>::Native)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)x.v), 16); }
 #endif
 template <int N>
-ALWAYS_INLINE Vec<float, N> to_float(Vec<uint16_t, N> x, bf16) { return bit_cast<float>(Vec<uint32_t, N>(convert<uint32_t>(x).v << 16)); }
+ALWAYS_INLINE Vec<float, N> to_float(Vec<uint16_t, N> x, bf16) {
+  return bit_cast<float>(Vec<uint32_t, N>(convert<uint32_t>(x).v << 16));
+}
 
 // Round to nearest even. NaN keeps its sign and becomes quiet.
 template <int N>
@@ -222,10 +254,14 @@ ALWAYS_INLINE Vec<uint16_t, N> from_float(Vec<float, N> x, bf16) {
 
 #if defined(__F16C__) && defined(__AVX512F__)
 ALWAYS_INLINE Vec<float, 16> to_float(Vec<uint16_t, 16> x, fp16) { return (Vec<float, 16>::Native)_mm512_cvtph_ps((__m256i)x.v); }
-ALWAYS_INLINE Vec<uint16_t, 16> from_float(Vec<float, 16> x, fp16) { return (Vec<uint16_t, 16>::Native)_mm512_cvtps_ph((__m512)x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+ALWAYS_INLINE Vec<uint16_t, 16> from_float(Vec<float, 16> x, fp16) {
+  return (Vec<uint16_t, 16>::Native)_mm512_cvtps_ph((__m512)x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 #elif defined(__F16C__)
 ALWAYS_INLINE Vec<float, 8> to_float(Vec<uint16_t, 8> x, fp16) { return (Vec<float, 8>::Native)_mm256_cvtph_ps((__m128i)x.v); }
-ALWAYS_INLINE Vec<uint16_t, 8> from_float(Vec<float, 8> x, fp16) { return (Vec<uint16_t, 8>::Native)_mm256_cvtps_ph((__m256)x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+ALWAYS_INLINE Vec<uint16_t, 8> from_float(Vec<float, 8> x, fp16) {
+  return (Vec<uint16_t, 8>::Native)_mm256_cvtps_ph((__m256)x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 #else
 template <int N>
 ALWAYS_INLINE Vec<float, N> to_float(Vec<uint16_t, N> x, fp16) {
@@ -245,8 +281,12 @@ ALWAYS_INLINE Vec<uint16_t, N> from_float(Vec<float, N> x, fp16) {
 }
 #endif
 
-template <class T> struct ComputeTypeOf { typedef float type; };
-template <> struct ComputeTypeOf<double> { typedef double type; };
+template <class T> struct ComputeTypeOf {
+  typedef float type;
+};
+template <> struct ComputeTypeOf<double> {
+  typedef double type;
+};
 template <class T> using ComputeType = typename ComputeTypeOf<T>::type;
 
 // A full vector of T, converted to the compute type.

@@ -49,7 +49,8 @@ ALWAYS_INLINE void add_weights(V p0, V p1, V& sum0, V& sum1) {
 // Scores times `factor` are in log2 units (1 unless the unit is a bf16 pair). cols is a multiple of 2 * kLanes. All maxima come first:
 // the horizontal reductions of the rows then overlap. Sums are of the probabilities before dropout.
 template <class Unit, bool kDrop, class Real>
-ALWAYS_INLINE void softmax_block(int rows, int cols, int stride, Real* scores, Unit* probs, Real factor, const RowState<Real>& state, int out_cols, const BlockDropout<Real>& drop) {
+ALWAYS_INLINE void softmax_block(int rows, int cols, int stride, Real* scores, Unit* probs, Real factor, const RowState<Real>& state, int out_cols,
+                                 const BlockDropout<Real>& drop) {
   using V = NativeVec<Real>;
   constexpr int kN = V::kLanes;
   constexpr bool kScaled = kUnitSize<Unit> == 1;
@@ -119,7 +120,9 @@ ALWAYS_INLINE void softmax_block(int rows, int cols, int stride, Real* scores, U
 }
 
 template <class Real>
-ALWAYS_INLINE bool saw_no_key(Real row_max, const Real* row_sum) { return row_max == Real(-INFINITY) && reduce_add(NativeVec<Real>::load(row_sum)) == Real(0); }
+ALWAYS_INLINE bool saw_no_key(Real row_max, const Real* row_sum) {
+  return row_max == Real(-INFINITY) && reduce_add(NativeVec<Real>::load(row_sum)) == Real(0);
+}
 
 // Adds part b to part a, one row each. A row that saw no key changes nothing.
 template <class Real>

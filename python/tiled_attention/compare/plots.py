@@ -20,6 +20,14 @@ def _save(figure: Any, path: Path) -> Path:
     return path
 
 
+def _over_lengths(axis: Any, lengths: Sequence[int]) -> None:
+    """Logarithmic axes, with a tick at each length and no others."""
+    axis.set(xscale="log", yscale="log", xlabel="n")
+    axis.set_xticks(lengths, labels=[str(n) for n in lengths], fontsize="small")
+    axis.set_xticks([], minor=True)
+    axis.grid(alpha=0.3)
+
+
 def speed(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Float32 time over length, a column per variant, a row per direction."""
     rows = [row for row in rows if row["dtype"] == "float32"]
@@ -34,8 +42,8 @@ def speed(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
                 points = [(row["n"], row["seconds"][name] * 1e3) for row in chosen if name in row["seconds"]]
                 if points:
                     axis.plot(*zip(*points), marker="o", label=LABELS[name], color=COLORS[name])
-            axis.set(xscale="log", yscale="log", title=f"{variant}, {direction}", xlabel="n", ylabel="ms")
-            axis.grid(alpha=0.3)
+            axis.set(title=f"{variant}, {direction}", ylabel="ms")
+            _over_lengths(axis, sorted({row["n"] for row in rows}))
     axes[0][0].legend()
     return _save(figure, path)
 
@@ -47,8 +55,8 @@ def memory(result: Mapping[str, Any], path: Path) -> Path:
         points = [(row["n"], row["bytes"] / 2**20) for row in result["rows"] if row["implementation"] == name and row["bytes"]]
         if points:
             axis.plot(*zip(*points), marker="o", label=LABELS[name], color=COLORS[name])
-    axis.set(xscale="log", yscale="log", xlabel="n", ylabel="peak MiB beyond the inputs", title=f"one head, {result['direction']}")
-    axis.grid(alpha=0.3)
+    axis.set(ylabel="peak MiB beyond the inputs", title=f"one head, {result['direction']}")
+    _over_lengths(axis, sorted({row["n"] for row in result["rows"]}))
     axis.legend()
     return _save(figure, path)
 
