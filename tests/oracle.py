@@ -152,12 +152,12 @@ def _limit(name: str, exact: Tensor, own: float, dtype: torch.dtype, stored: tor
 
     The contract allows twice the error of PyTorch's math path and one ulp of the largest element. That is asked of many seeds together, in
     test_accuracy.py. The largest error of a single case is that of one element, in ours as in PyTorch's, and their ratio scatters:
-    float32 allows 4x `own` here; float64 5x, in its own unit, since the expected value is rounded too.
+    float32 allows 4x `own` here; float64 8x, in its own unit, since `own` is known from float32 only and the expected value is rounded too.
     16 bit: the output within 1.5x its rounding (on the dot path 2x for one case; test_n10 asks for 1.5x there too), gradients within 2x (4x
     on the dot path); lse is float32, and on the dot path the sum of rounded weights.
     """
     if dtype == torch.float64:
-        limit = 5 * own * 2.0**-29 + ulp(largest(exact), dtype)
+        limit = 8 * own * 2.0**-29 + ulp(largest(exact), dtype)
     elif dtype == torch.float32:
         limit = 4 * own + ulp(largest(exact), dtype)
     elif name == "lse":

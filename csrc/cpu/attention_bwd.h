@@ -54,7 +54,7 @@ struct Backward {
   // Per (head, chunk): the parts of the gradients of one slope and one sink.
   size_t parts_bytes() const {
     Scratch s(nullptr);
-    s.take<Real>(p.batch * p.num_heads * chunks * 2);
+    s.take<double>(p.batch * p.num_heads * chunks * 2);
     return s.used;
   }
   size_t scratch_bytes() const {
@@ -64,8 +64,8 @@ struct Backward {
 
   void run(void* memory) const {
     if (heads == 0) return;
-    Real* parts = (Real*)memory;
-    memset(parts, 0, p.batch * p.num_heads * chunks * 2 * sizeof(Real));
+    double* parts = (double*)memory;
+    memset(parts, 0, p.batch * p.num_heads * chunks * 2 * sizeof(double));
     char* workers_at = (char*)memory + parts_bytes();
     char* packed_at = workers_at + pool.num_workers * worker_bytes();
     const size_t worker_size = worker_bytes(), packed_size = packed_bytes(), sums_size = sums_bytes();
@@ -107,14 +107,14 @@ struct Backward {
       });
     }
     for (int64_t head = 0; head < p.num_heads; head++) {
-      Real slope = 0, sink = 0;
+      double slope = 0, sink = 0;
       for (int64_t batch = 0; batch < p.batch; batch++)
         for (int chunk = 0; chunk < chunks; chunk++) {
-          const Real* part = parts + ((batch * p.num_heads + head) * chunks + chunk) * 2;
+          const double* part = parts + ((batch * p.num_heads + head) * chunks + chunk) * 2;
           slope += part[0], sink += part[1];
         }
-      if (params.grad_alibi_slopes) ((Real*)params.grad_alibi_slopes)[head] = slope;
-      if (params.grad_sinks) ((Real*)params.grad_sinks)[head] = sink;
+      if (params.grad_alibi_slopes) ((Real*)params.grad_alibi_slopes)[head] = Real(slope);
+      if (params.grad_sinks) ((Real*)params.grad_sinks)[head] = Real(sink);
     }
   }
 
@@ -130,7 +130,7 @@ struct Backward {
     packed.key_finite[tile] = pack_finite_panels(key.data, key.row_stride, rows, head_dim, packed.key + begin / kSize * kPanel<Unit>, packed.key_stride);
   }
 
-  void run_chunk(int64_t head, int chunk, const Packed& packed, const Sums& sums, const Buffers& buf, Real* parts) const {
+  void run_chunk(int64_t head, int chunk, const Packed& packed, const Sums& sums, const Buffers& buf, double* parts) const {
     const int64_t batch = head / p.num_heads_kv;
     const int head_kv = int(head % p.num_heads_kv);
     const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
@@ -143,7 +143,7 @@ struct Backward {
       const int rows = tiles.fill(tile, head_kv * group, mask, buf.rows);
       query_tile(batch, head_kv, rows, tiles.stacked, mods, packed, sums, buf);
       for (int i = 0; i < rows; i++) {
-        Real* part = parts + ((batch * p.num_heads + buf.rows[i].head) * chunks + chunk) * 2;
+        double* part = parts + ((batch * p.num_heads + buf.rows[i].head) * chunks + chunk) * 2;
         part[0] += buf.row_slope[i], part[1] += buf.row_sink[i];
       }
     }
@@ -213,9 +213,7 @@ struct Backward {
         // d lse / d score = probs, so a gradient of lse only shifts delta.
         buf.row_delta[i] = out_times_grad(batch, buf.rows[i], grad_out.row(i)) - grad_lse;
       }
-      buf.row_slope[i] = 0;
-      const Real sink = p.sinks ? ((const Real*)p.sinks)[buf.rows[i].head] : Real(-INFINITY);
-      buf.row_sink[i] = lse == Real(-INFINITY) || sink == Real(-INFINITY) ? Real(0) : -exp2(V(Real(sink * kLog2e) - buf.row_lse[i])).v[0] * buf.row_delta[i];
+      buf.row_slope[i] = buf.row_shift[i] = 0;
     }
   }
   static void zero_panel_row(Unit* panels, int row, int cols, int64_t panel_stride) {
@@ -250,6 +248,14 @@ struct Backward {
       const BlockKeys& block = blocks[i / kBlockRows] = BlockKeys(buf.rows + i, min_of(kBlockRows, rows - i));
       main = hull(main, block.main), sinks = hull(sinks, block.sinks);
     }
+    bool coarse = false;
+    for (int i = 0; i < rows; i++) coarse = coarse || lse_is_coarse(buf.row_lse[i]);
+    if (coarse) normalise_again(rows, blocks, hull(main, sinks), mods, packed, buf);
+    for (int i = 0; i < rows; i++) {
+      const Real sink = Real((p.sinks ? ((const Real*)p.sinks)[buf.rows[i].head] : Real(-INFINITY)) * kLog2e);
+      buf.row_sink[i] =
+          sink == Real(-INFINITY) || buf.row_lse[i] == Real(INFINITY) ? Real(0) : -exp2(V(sink - buf.row_shift[i] - buf.row_lse[i])).v[0] * buf.row_delta[i];
+    }
     const bool in_registers = sizeof(Real) == 4 && !stacked && Dropout::in_registers(p.dropout);
     const Dropout dropout(p.dropout, batch, buf.rows[0].head, buf.dropout_keys);
     int next = 0;
@@ -266,8 +272,8 @@ struct Backward {
           const int count = min_of(kBlockRows, rows - i0);
           if (is_empty(s)) zero_block(buf, i0, count);
           else
-            block_of_rows(batch, head_kv, i0, count, kv_begin, kv_end, round_down(s.begin, kPanel<Unit>), s.end, block, in_registers, mods, dropout, packed,
-                          sums, buf);
+            block_of_rows(batch, head_kv, i0, count, kv_begin, kv_end, round_down(s.begin, kPanel<Unit>), s.end, block, in_registers, coarse, mods, dropout,
+                          packed, sums, buf);
         }
         // grad_value += probs^T grad_out, grad_key += grad_scores^T query: blocks of keys, reduction over the rows that see them.
         for (int j = kv_begin; j < kv_end; j += kBlockRows) {
@@ -294,7 +300,7 @@ struct Backward {
 
   // Probabilities and grad_scores of the visible part of one block of rows; zero in the rest of [kv_begin, kv_end). Adds to grad_query.
   void block_of_rows(int64_t batch, int head_kv, int i0, int rows, int kv_begin, int kv_end, int begin, int end, const BlockKeys& block, bool in_registers,
-                     const ScoreMods<Real>& mods, const Dropout& dropout, const Packed& packed, const Sums& sums, const Buffers& buf) const {
+                     bool coarse, const ScoreMods<Real>& mods, const Dropout& dropout, const Packed& packed, const Sums& sums, const Buffers& buf) const {
     const int left = begin - kv_begin, cols = round_up(end - begin, kPanel<Unit>), panel = begin / kPanel<Unit>;
     Real* scores = (kSize == 1 ? (Real*)buf.probs + i0 * kTileKV : buf.block_scores) + left;
     Real* grads = (kSize == 1 ? (Real*)buf.grad_scores + i0 * kTileKV : buf.block_grad_scores) + left;
@@ -303,19 +309,20 @@ struct Backward {
                                            packed.key_transposed + panel * packed.key_transposed_stride, packed.key_transposed_stride, scores, kTileKV);
     gemm<Left::RowMajor, Store::Overwrite>(rows, cols, units<Unit>(int(p.head_dim_v)), buf.grad_out_rows + i0 * buf.grad_out_stride, buf.grad_out_stride,
                                            packed.value_transposed + panel * packed.value_transposed_stride, packed.value_transposed_stride, grads, kTileKV);
-    Real factor = kScaled ? Real(1) : mods.factor() < 0 ? -mods.factor() : mods.factor();
     Real* tanhs = buf.tanhs + left;
-    if (mods.any()) mods.apply(tile_rows, rows, begin, end, scores, kTileKV, factor, tanhs), factor = Real(1);
+    Real factor = hide_scores(tile_rows, rows, begin, end, cols, block, scores, tanhs, mods);
     const bool full = covers(block.full, begin, begin + cols);
-    if (!full)
-      for (int i = 0; i < rows; i++) mask_row(scores + i * kTileKV, cols, begin, tile_rows[i].keys);
+    if (coarse) {
+      for (int i = 0; i < rows; i++)
+        for (int j = 0; j < cols; j += V::kLanes) (V::load(scores + i * kTileKV + j) * V(factor) - V(buf.row_shift[i0 + i])).store(scores + i * kTileKV + j);
+      factor = Real(1);
+    }
 
     const bool select = !full || mods.hides(), extra = params.grad_bias.data || params.grad_alibi_slopes || p.softcap > 0;
     const bool in_pairs = kSize == 2 && !extra && (!kDrop || in_registers);
     if (select) gradients<true>(batch, i0, rows, begin, left, cols, factor, in_pairs, in_registers, scores, grads, dropout, buf);
     else gradients<false>(batch, i0, rows, begin, left, cols, factor, in_pairs, in_registers, scores, grads, dropout, buf);
-    if (extra)
-      for (int i = 0; i < rows; i++) extra_gradients(batch, tile_rows[i], i0 + i, begin, end, grads + i * kTileKV, tanhs + i * kTileKV, mods, sums, buf);
+    if (extra) extra_gradients(batch, i0, rows, begin, end, grads, tanhs, mods, sums, buf);
     finish_rows(i0, rows, left, cols, round_up(kv_end - kv_begin, kPanel<Unit>), in_pairs, scores, grads, buf);
 
     if (!params.grad_query.data) return;
@@ -326,6 +333,42 @@ struct Backward {
     if (!packed.key_finite[kv_begin / kTileKV])
       add_nonfinite(mods, tile_rows, rows, begin, end, grad_rows, kTileKV / kSize, matrix<const T>(p, p.key, batch, head_kv), int(p.head_dim), grad_query,
                     int(sums.key_stride));
+  }
+
+  // Modifiers and row intervals of a block of scores. Returns what the scores are still to be multiplied by.
+  Real hide_scores(const TileRow* tile_rows, int rows, int begin, int end, int cols, const BlockKeys& block, Real* scores, Real* tanhs,
+                   const ScoreMods<Real>& mods) const {
+    Real factor = kScaled ? Real(1) : mods.factor() < 0 ? -mods.factor() : mods.factor();
+    if (mods.any()) mods.apply(tile_rows, rows, begin, end, scores, kTileKV, factor, tanhs), factor = Real(1);
+    if (!covers(block.full, begin, begin + cols))
+      for (int i = 0; i < rows; i++) mask_row(scores + i * kTileKV, cols, begin, tile_rows[i].keys);
+    return factor;
+  }
+
+  // The maximum and sum of the rows whose lse is too coarse: row_shift and row_lse of a tile, from one more pass over its scores.
+  __attribute__((noinline)) void normalise_again(int rows, const BlockKeys* blocks, Interval keys, const ScoreMods<Real>& mods, const Packed& packed,
+                                                 const Buffers& buf) const {
+    buf.coarse.clear(kTileQ);
+    for (int kv_begin = round_down(keys.begin, kTileKV); kv_begin < keys.end; kv_begin += kTileKV)
+      for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
+        const BlockKeys& block = blocks[i0 / kBlockRows];
+        const Interval seen = block.within(kv_begin, min_of(kv_begin + kTileKV, keys.end));
+        if (is_empty(seen)) continue;
+        const int begin = round_down(seen.begin, kPanel<Unit>), count = min_of(kBlockRows, rows - i0), cols = round_up(seen.end - begin, kPanel<Unit>);
+        Real* scores = kSize == 1 ? (Real*)buf.probs : buf.block_scores;
+        gemm<Left::RowMajor, Store::Overwrite>(count, cols, units<Unit>(int(p.head_dim)), buf.query_rows + i0 * buf.query_stride, buf.query_stride,
+                                               packed.key_transposed + begin / kPanel<Unit> * packed.key_transposed_stride, packed.key_transposed_stride,
+                                               scores, kTileKV);
+        const Real factor = hide_scores(buf.rows + i0, count, begin, seen.end, cols, block, scores, nullptr, mods);
+        softmax_block<Unit, false>(count, cols, kTileKV, scores, (Unit*)scores, factor, buf.coarse.from(i0), 0, BlockDropout<Real>());
+      }
+    for (int i = 0; i < rows; i++) {
+      if (!lse_is_coarse(buf.row_lse[i])) continue;
+      if (p.sinks)
+        add_sink(Real(((const Real*)p.sinks)[buf.rows[i].head] * kLog2e), buf.coarse.row_max[i], buf.coarse.row_sum + i * kLanes<Real>, buf.coarse.out, 0);
+      buf.row_shift[i] = buf.coarse.row_max[i];
+      buf.row_lse[i] = log2(V(reduce_add(V::load(buf.coarse.row_sum + i * kLanes<Real>)))).v[0];
+    }
   }
 
 #if defined(__AVX512BF16__)
@@ -366,37 +409,55 @@ struct Backward {
     }
   }
 
-  // What a row of grad_scores means for slopes, bias and, through the softcap, for the products.
-  __attribute__((noinline)) void extra_gradients(int64_t batch, const TileRow& row, int in_tile, int begin, int end, Real* grads, const Real* tanhs,
+  // What a block of grad_scores means for slopes, bias and, through the softcap, for the products.
+  __attribute__((noinline)) void extra_gradients(int64_t batch, int i0, int rows, int begin, int end, Real* grads, const Real* tanhs,
                                                  const ScoreMods<Real>& mods, const Sums& sums, const Buffers& buf) const {
     const int count = end - begin;
-    if (params.grad_alibi_slopes) {
-      V sum(Real(0));
-      for (int j = 0; j < count; j += V::kLanes) {
-        const V product = V::load(grads + j) * mods.distance(row, begin + j);
-        sum = sum - keep_lanes(product, 0, count - j, V(Real(0)));
+    const TileRow* tile_rows = buf.rows + i0;
+    if (params.grad_alibi_slopes)
+      for (int i = 0; i < rows; i++) {
+        V sum(Real(0));
+        for (int j = 0; j < count; j += V::kLanes) {
+          const V product = V::load(grads + i * kTileKV + j) * mods.distance(tile_rows[i], begin + j);
+          sum = sum - keep_lanes(product, 0, count - j, V(Real(0)));
+        }
+        buf.row_slope[i0 + i] += reduce_add(sum);
       }
-      buf.row_slope[in_tile] += reduce_add(sum);
-    }
-    if (sums.bias_columns) add_row(grads, count, sums.bias_columns + (row.head % group) * p.seqlen_kv + begin);
-    else if (params.grad_bias.data) {
-      const TensorView& view = params.grad_bias;
-      Real* to = (Real*)view.data + batch_offset(p, view, batch) + row.head * view.head_stride + row.query * view.row_stride;
-      if (view.col_stride == 1) add_row(grads, count, to + begin);
-      else
-        for (int j = 0; j < count; j++) to[(begin + j) * view.col_stride] += grads[j];
-    }
+    if (sums.bias_columns)
+      for_each_run(tile_rows, rows, [&](int first, int length) {
+        add_columns(grads + first * kTileKV, length, count, sums.bias_columns + tile_rows[first].head % group * p.seqlen_kv + begin);
+      });
+    else if (params.grad_bias.data)
+      for (int i = 0; i < rows; i++) add_bias_row(batch, tile_rows[i], begin, count, grads + i * kTileKV);
     if (p.softcap > 0)
-      for (int j = 0; j < count; j += V::kLanes) {
-        // A hidden score may be NaN before it is hidden, its gradient is 0 and stays it.
-        const V grad = V::load(grads + j), capped = softcap_gradient(grad, V::load(tanhs + j));
-        V(grad.v == V(Real(0)).v ? grad.v : capped.v).store(grads + j);
-      }
+      for (int i = 0; i < rows; i++)
+        for (int j = i * kTileKV; j < i * kTileKV + count; j += V::kLanes) {
+          // A hidden score may be NaN before it is hidden, its gradient is 0 and stays it.
+          const V grad = V::load(grads + j), capped = softcap_gradient(grad, V::load(tanhs + j));
+          V(grad.v == V(Real(0)).v ? grad.v : capped.v).store(grads + j);
+        }
   }
-  static void add_row(const Real* from, int count, Real* to) {
-    int j = 0;
-    for (; j + V::kLanes <= count; j += V::kLanes) (V::load(to + j) + V::load(from + j)).store(to + j);
-    for (; j < count; j++) to[j] += from[j];
+  // A column is a sum over all rows of the head: in double, block by block.
+  static void add_columns(const Real* grads, int rows, int count, double* to) {
+    for (int j = 0; j < count; j += V::kLanes) {
+      V sum(Real(0));
+      for (int i = 0; i < rows; i++) sum = sum + V::load(grads + i * kTileKV + j);
+      for (int k = 0; k < V::kLanes && j + k < count; k++) to[j + k] += double(sum.v[k]);
+    }
+  }
+  void add_bias_row(int64_t batch, const TileRow& row, int begin, int count, const Real* grads) const {
+    const TensorView& view = params.grad_bias;
+    Real* to = (Real*)view.data + batch_offset(p, view, batch) + row.head * view.head_stride + row.query * view.row_stride + begin * view.col_stride;
+    if (view.col_stride == 1) {
+      int j = 0;
+      for (; j + V::kLanes <= count; j += V::kLanes) (V::load(to + j) + V::load(grads + j)).store(to + j);
+      for (; j < count; j++) to[j] += grads[j];
+    } else if (view.col_stride == 0) {
+      V sum(Real(0));
+      for (int j = 0; j < count; j += V::kLanes) sum = sum + keep_lanes(V::load(grads + j), 0, count - j, V(Real(0)));
+      *to += reduce_add(sum);
+    } else
+      for (int j = 0; j < count; j++) to[j * view.col_stride] += grads[j];
   }
 
   // Pairs where they are still rows, and zeros around the columns that were computed: the blocks of keys may read there.

@@ -1,8 +1,8 @@
 #pragma once
 // The weights of chosen rows, computed again from lse: what was never kept, for those who ask to see it.
 
-#include "dropout.h"
 #include "schedule.h"
+#include "softmax_block.h"
 
 namespace tiled_attention {
 inline namespace KERNEL_ISA {
@@ -83,30 +83,72 @@ struct Weights {
       const auto q = adjacent_columns(query, row, 1, head_dim, buf.temp);
       pack_rows(q.data, q.row_stride, 1, head_dim, mods.factor(), buf.query + int64_t(i) * query_stride, query_stride);
     }
-    const auto key = adjacent_columns(matrix<const T>(p, p.key, batch, head_kv), key_begin, key_count, head_dim, buf.temp);
-    pack_transposed(key.data, key.row_stride, key_count, head_dim, buf.key, key_panel);
+    // shift[i] + lse[i] is the lse of row i in log2 units.
+    Real shift[kWeightsTileQ], lse[kWeightsTileQ];
+    bool coarse = false;
+    for (int i = 0; i < rows; i++) {
+      const Real of_row = ((const Real*)p.lse)[(batch * p.num_heads + head) * p.seqlen_q + buf.rows[i].query];
+      shift[i] = 0, lse[i] = of_row == Real(-INFINITY) ? Real(0) : Real(of_row * kLog2e);
+      coarse = coarse || lse_is_coarse(lse[i]);
+    }
+    if (coarse) normalise_again(batch, head_kv, rows, mods, buf, shift, lse);
+    pack_keys(batch, head_kv, key_begin, key_count, buf);
     const Dropout dropout(p.dropout, batch, head, nullptr);
     for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
       const int count = min_of(kBlockRows, rows - i0);
       const TileRow* block = buf.rows + i0;
-      gemm<Left::RowMajor, Store::Overwrite>(count, key_count, units<Unit>(head_dim), buf.query + int64_t(i0) * query_stride, query_stride, buf.key, key_panel,
-                                             buf.scores, kWeightsTileKV);
-      Real factor = kUnitSize<Unit> == 1 ? Real(1) : mods.factor() < 0 ? -mods.factor() : mods.factor();
-      if (mods.any()) mods.apply(block, count, key_begin, key_begin + key_count, buf.scores, kWeightsTileKV, factor, (Real*)nullptr), factor = Real(1);
+      const Real factor = score_rows(i0, count, key_begin, key_count, mods, buf);
       for (int i = 0; i < count; i++) {
         Real *row = buf.scores + i * kWeightsTileKV, *sums = buf.weights + (i0 + i) * kWeightsTileKV;
-        if (!covers(block[i].keys.main, key_begin, key_begin + cols)) mask_row(row, cols, key_begin, block[i].keys);
-        const Real lse = ((const Real*)p.lse)[(batch * p.num_heads + head) * p.seqlen_q + block[i].query];
-        const V hidden(Real(-INFINITY)), shift(lse == Real(-INFINITY) ? Real(0) : Real(lse * kLog2e)), scale(share * Real(kDrop ? dropout.inverse_keep : 1));
+        const V hidden(Real(-INFINITY)), scale(share * Real(kDrop ? dropout.inverse_keep : 1));
         const uint32_t* bits = kDrop ? dropout.row_bits(block[i].query, key_begin, cols, buf.dropout_bits) : nullptr;
         for (int j = 0; j < cols; j += V::kLanes) {
           const V score = V::load(row + j);
-          V weight = exp2(score * V(factor) - shift);
+          V weight = exp2(score * V(factor) - V(shift[i0 + i]) - V(lse[i0 + i]));
           weight = score.v == hidden.v ? V(Real(0)).v : weight.v;
           if (kDrop) weight = dropout.keep(weight, bits + j);
           multiply_add(weight, scale, V::load(sums + j)).store(sums + j);
         }
       }
+    }
+  }
+  void pack_keys(int64_t batch, int head_kv, int begin, int count, const Buffers& buf) const {
+    const auto key = adjacent_columns(matrix<const T>(p, p.key, batch, head_kv), begin, count, int(p.head_dim), buf.temp);
+    pack_transposed(key.data, key.row_stride, count, int(p.head_dim), buf.key, key_panel);
+  }
+  // Scores of rows [i0, i0 + count) of the tile and the packed keys, hidden ones -inf. Returns what they are still to be multiplied by.
+  Real score_rows(int i0, int count, int key_begin, int key_count, const ScoreMods<Real>& mods, const Buffers& buf) const {
+    const int cols = round_up(key_count, kPanel<Unit>);
+    gemm<Left::RowMajor, Store::Overwrite>(count, key_count, units<Unit>(int(p.head_dim)), buf.query + int64_t(i0) * query_stride, query_stride, buf.key,
+                                           key_panel, buf.scores, kWeightsTileKV);
+    Real factor = kUnitSize<Unit> == 1 ? Real(1) : mods.factor() < 0 ? -mods.factor() : mods.factor();
+    if (mods.any()) mods.apply(buf.rows + i0, count, key_begin, key_begin + key_count, buf.scores, kWeightsTileKV, factor, (Real*)nullptr), factor = Real(1);
+    for (int i = 0; i < count; i++)
+      if (!covers(buf.rows[i0 + i].keys.main, key_begin, key_begin + cols)) mask_row(buf.scores + i * kWeightsTileKV, cols, key_begin, buf.rows[i0 + i].keys);
+    return factor;
+  }
+  // Rows whose lse is too coarse, from their maximum and sum over all keys.
+  __attribute__((noinline)) void normalise_again(int64_t batch, int head_kv, int rows, const ScoreMods<Real>& mods, const Buffers& buf, Real* shift,
+                                                 Real* lse) const {
+    alignas(64) Real row_max[kWeightsTileQ], row_sum[kWeightsTileQ * kLanes<Real>];
+    const RowState<Real> state = {row_max, row_sum, row_max, 0};
+    state.clear(kWeightsTileQ);
+    for (int64_t key_begin = 0; key_begin < p.seqlen_kv; key_begin += kWeightsTileKV) {
+      const int key_count = int(min_of(int64_t(kWeightsTileKV), p.seqlen_kv - key_begin));
+      pack_keys(batch, head_kv, int(key_begin), key_count, buf);
+      for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
+        const int count = min_of(kBlockRows, rows - i0);
+        const Real factor = score_rows(i0, count, int(key_begin), key_count, mods, buf);
+        softmax_block<Unit, false>(count, round_up(key_count, kPanel<Unit>), kWeightsTileKV, buf.scores, (Unit*)buf.scores, factor, state.from(i0), 0,
+                                   BlockDropout<Real>());
+      }
+    }
+    for (int i = 0; i < rows; i++) {
+      if (!lse_is_coarse(lse[i])) continue;
+      const Real sum = log2(V(reduce_add(V::load(row_sum + i * kLanes<Real>)))).v[0];
+      // A larger lse is a sink's, and stays.
+      const Real tolerance = (lse[i] < 0 ? -lse[i] : lse[i]) * Real(sizeof(Real) == 4 ? 1e-6 : 1e-15);
+      if (lse[i] <= row_max[i] + sum + tolerance) shift[i] = row_max[i], lse[i] = sum;
     }
   }
   void store(int64_t batch, int64_t head, int row_begin, int rows, int key_begin, int cols, const Real* from) const {

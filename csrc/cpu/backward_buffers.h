@@ -1,8 +1,8 @@
 #pragma once
 // Memory of the backward pass, and how a head is cut into chunks of queries.
 
-#include "dropout.h"
 #include "schedule.h"
+#include "softmax_block.h"
 
 namespace tiled_attention {
 inline namespace KERNEL_ISA {
@@ -78,7 +78,7 @@ struct BackwardPacked {
 template <class Real>
 struct BackwardSums {
   Real *grad_key, *grad_value;     // [seqlen_kv][stride]
-  Real* bias_columns = nullptr;    // [group][seqlen_kv], where the gradient of bias has no rows
+  double* bias_columns = nullptr;    // [group][seqlen_kv], where the gradient of bias has no rows
   int64_t key_stride, value_stride, num_columns;
 
   BackwardSums(const AttentionBackwardParams& params, Scratch& scratch) {
@@ -89,12 +89,12 @@ struct BackwardSums {
     grad_key = scratch.take<Real>(padded * key_stride);
     grad_value = scratch.take<Real>(padded * value_stride);
     num_columns = p.num_heads / p.num_heads_kv * p.seqlen_kv;
-    if (params.grad_bias.data && params.grad_bias.row_stride == 0) bias_columns = scratch.take<Real>(num_columns);
+    if (params.grad_bias.data && params.grad_bias.row_stride == 0) bias_columns = scratch.take<double>(num_columns);
   }
   void clear(int64_t seqlen_kv) const {
     memset(grad_key, 0, seqlen_kv * key_stride * sizeof(Real));
     memset(grad_value, 0, seqlen_kv * value_stride * sizeof(Real));
-    if (bias_columns) memset(bias_columns, 0, num_columns * sizeof(Real));
+    if (bias_columns) memset(bias_columns, 0, num_columns * sizeof(double));
   }
   // Adds the rows [begin, end) of another chunk.
   void add(const BackwardSums& other, int begin, int end) const {
@@ -116,6 +116,8 @@ struct BackwardBuffers {
   TileRow* rows;  // [tile_q]
   Unit *query_rows, *query_panels, *grad_out_rows, *grad_out_panels;
   Real *grad_query, *row_lse, *row_delta, *row_slope, *row_sink;
+  Real* row_shift;         // [tile_q] subtracted from the scores before row_lse is
+  RowState<Real> coarse;   // of rows that are normalised again; no out
   Unit *probs, *grad_scores, *grad_score_rows;
   Real *block_scores, *block_grad_scores;
   Real* tanhs;  // [block][tile_kv]
@@ -142,6 +144,10 @@ struct BackwardBuffers {
     row_delta = scratch.take<Real>(kBwdTileQ);
     row_slope = scratch.take<Real>(kBwdTileQ);
     row_sink = scratch.take<Real>(kBwdTileQ);
+    row_shift = scratch.take<Real>(kBwdTileQ);
+    coarse.row_max = scratch.take<Real>(kBwdTileQ);
+    coarse.row_sum = scratch.take<Real>(kBwdTileQ * kLanes<Real>);
+    coarse.out = coarse.row_max, coarse.out_stride = 0;
     probs = scratch.take<Unit>(kBwdTileQ * kBwdTileKV / kSize + kLanes<Unit>);
     grad_scores = scratch.take<Unit>(kBwdTileQ * kBwdTileKV / kSize + kLanes<Unit>);
     tanhs = scratch.take<Real>(p.softcap > 0 ? kBlockRows * kBwdTileKV : 0);

@@ -81,6 +81,12 @@ ALWAYS_INLINE NativeVec<Real> load_bias(const T* p) {
   }
 }
 
+// The lowest number is often used to mean "masked": times log2(e) it would be -inf, and hide the key. Anything below is taken as this.
+template <class Real>
+constexpr Real kLowestBias = Real(sizeof(Real) == 4 ? -2.358e38 : -1.246e308);
+template <class Real>
+constexpr Real kLowestReal = Real(sizeof(Real) == 4 ? -3.40282346638528859812e38 : -1.79769313486231570815e308);
+
 // scores = scores * factor + bias * log2(e), then the mask. A bias of -inf hides whatever the score is.
 template <bool kBias, bool kMask, class T, class Real>
 ALWAYS_INLINE void bias_row(Real* scores, int valid, Real factor, const T* bias, const uint8_t* mask) {
@@ -91,7 +97,7 @@ ALWAYS_INLINE void bias_row(Real* scores, int valid, Real factor, const T* bias,
     V x = V::load(scores + j);
     if (kBias) {
       const V y = load_bias<T, Real>(b);
-      x = multiply_add(y, V(Real(kLog2e)), x * V(factor));
+      x = multiply_add(max(V(kLowestBias<Real>), y), V(Real(kLog2e)), x * V(factor));
       x = y.v == hidden.v ? hidden.v : x.v;
     } else if (factor != Real(1)) x = x * V(factor);
     if (kMask) x = select_bytes(x, m);

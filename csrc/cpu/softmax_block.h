@@ -142,6 +142,14 @@ ALWAYS_INLINE void merge_row(const RowState<Real>& a, const RowState<Real>& b, i
   *a.row_max = top;
 }
 
+// exp2(score - lse) says nothing of a row whose lse is so large that its last bit is as large as the log of a sum. Such a row is normalised
+// again from its own maximum and sum.
+template <class Real>
+ALWAYS_INLINE bool lse_is_coarse(Real lse_log2) {
+  const Real limit = sizeof(Real) == 4 ? Real(1 << 10) : Real(1 << 30);
+  return (lse_log2 > limit || lse_log2 < -limit) && lse_log2 - lse_log2 == 0;
+}
+
 // The sink, in log2 units: one more term of the sum, without a value.
 template <class Real>
 inline void add_sink(Real sink, Real& row_max, Real* row_sum, Real* out, int cols) {
