@@ -68,7 +68,7 @@ def test_n1_a_row_of_finite_minima_is_the_mean_and_has_its_gradient(dtype: torch
     grad_out = torch.zeros_like(out)
     grad_out[..., 5, :] = 1
     (grad,) = torch.autograd.grad(out, value, grad_out)
-    assert_accurate(grad, torch.full(grad.shape, 0.1).double(), 0.1 * tolerance(dtype), "grad_value")
+    assert_accurate(grad, torch.full(grad.shape, 0.1, dtype=torch.float64), 0.1 * tolerance(dtype), "grad_value")
 
 
 @by_dtype

@@ -3,14 +3,15 @@
 // products per tile. grad_key and grad_value are summed over query tiles in the order of the loops and over chunks of queries in order;
 // how a head is cut into chunks follows from the shape and the mask, so the result does not depend on the threads.
 
-#include "backward_buffers.h"
+#include "backward_queries.h"
 #include "score_gradient.h"
 
 namespace tiled_attention {
 inline namespace KERNEL_ISA {
 
 template <class T, class Unit, bool kDrop>
-struct Backward {
+struct Backward : BackwardQueries<T, Unit, kDrop> {
+  using Queries = BackwardQueries<T, Unit, kDrop>;
   using Real = Accumulator<Unit>;
   using V = NativeVec<Real>;
   using Buffers = BackwardBuffers<T, Unit, kDrop>;
@@ -19,15 +20,15 @@ struct Backward {
   static constexpr int kSize = kUnitSize<Unit>, kTileQ = kBwdTileQ, kTileKV = kBwdTileKV, kBlocks = kTileQ / kBlockRows;
   static constexpr bool kScaled = kSize == 1;
 
-  const AttentionBackwardParams& params;
-  const AttentionParams& p;
+  using Queries::p;
+  using Queries::params;
   ThreadPool pool;
   const BackwardPlan plan;
   int group, chunks;
   int64_t heads;
 
   Backward(const AttentionBackwardParams& params, const ThreadPool& all)
-      : params(params), p(params.forward), pool(with_workers(all, p)), plan(params), chunks(plan.chunks) {
+      : Queries{params, params.forward}, pool(with_workers(all, p)), plan(params), chunks(plan.chunks) {
     group = int(p.num_heads / p.num_heads_kv);
     heads = p.batch * p.num_heads_kv;
     const int64_t items = by_chunks() ? max_of(int64_t(chunks), (p.seqlen_kv + kTileKV - 1) / kTileKV) : plan.groups;
@@ -51,22 +52,35 @@ struct Backward {
     Sums(params, s);
     return s.used;
   }
-  // Per (head, chunk): the parts of the gradients of one slope and one sink.
-  size_t parts_bytes() const {
+  // What is summed up in double. parts, per (head, chunk): of the gradients of one slope, one sink and, if it is a number per head,
+  // one bias. bias: BackwardSums::summed_bias().
+  struct Doubles {
+    double *parts, *bias;
+    int64_t num_parts, num_bias;
+    Doubles(const AttentionBackwardParams& params, int chunks, Scratch& scratch) {
+      num_parts = params.forward.batch * params.forward.num_heads * chunks * 3;
+      num_bias = Sums::summed_bias(params);
+      parts = scratch.take<double>(num_parts);
+      bias = scratch.take<double>(num_bias);
+    }
+  };
+  size_t doubles_bytes() const {
     Scratch s(nullptr);
-    s.take<double>(p.batch * p.num_heads * chunks * 2);
+    Doubles(params, chunks, s);
     return s.used;
   }
   size_t scratch_bytes() const {
     const int workers = pool.num_workers;
-    return parts_bytes() + workers * worker_bytes() + (by_chunks() ? packed_bytes() + chunks * sums_bytes() : workers * (packed_bytes() + sums_bytes()));
+    return doubles_bytes() + workers * worker_bytes() + (by_chunks() ? packed_bytes() + chunks * sums_bytes() : workers * (packed_bytes() + sums_bytes()));
   }
 
   void run(void* memory) const {
     if (heads == 0) return;
-    double* parts = (double*)memory;
-    memset(parts, 0, p.batch * p.num_heads * chunks * 2 * sizeof(double));
-    char* workers_at = (char*)memory + parts_bytes();
+    Scratch first(memory);
+    const Doubles doubles(params, chunks, first);
+    memset(doubles.parts, 0, doubles.num_parts * sizeof(double));
+    memset(doubles.bias, 0, doubles.num_bias * sizeof(double));
+    char* workers_at = (char*)memory + doubles_bytes();
     char* packed_at = workers_at + pool.num_workers * worker_bytes();
     const size_t worker_size = worker_bytes(), packed_size = packed_bytes(), sums_size = sums_bytes();
     const auto buffers = [&](int worker) {
@@ -83,13 +97,13 @@ struct Backward {
       };
       for (int64_t head = 0; head < heads; head++) {
         for_each_item(pool, key_tiles, [&](int worker, int64_t tile) { pack_keys(head, int(tile), packed, buffers(worker)); });
-        for_each_item(pool, chunks, [&](int worker, int64_t chunk) { run_chunk(head, int(chunk), packed, sums(int(chunk)), buffers(worker), parts); });
+        for_each_item(pool, chunks, [&](int worker, int64_t chunk) { run_chunk(head, int(chunk), packed, sums(int(chunk)), buffers(worker), doubles); });
         for_each_item(pool, key_tiles, [&](int, int64_t tile) {
           const int begin = int(tile) * kTileKV, end = min_of(begin + kTileKV, int(p.seqlen_kv));
           for (int chunk = 1; chunk < chunks; chunk++) sums(0).add(sums(chunk), begin, end);
           store_keys(head, begin, end, sums(0));
         });
-        for (int chunk = 0; chunk < chunks; chunk++) add_bias_columns(head, sums(chunk));
+        for (int chunk = 0; chunk < chunks; chunk++) add_bias_columns(head, sums(chunk), doubles.bias);
       }
     } else {
       for_each_item(pool, plan.groups, [&](int worker, int64_t group) {
@@ -100,25 +114,34 @@ struct Backward {
         for (int64_t i = 0; i < plan.heads_of_group; i++) {
           const int64_t head = plan.head(group, i);
           for (int tile = 0; tile < key_tiles; tile++) pack_keys(head, tile, packed, buf);
-          run_chunk(head, 0, packed, sums, buf, parts);
+          run_chunk(head, 0, packed, sums, buf, doubles);
           store_keys(head, 0, int(p.seqlen_kv), sums);
-          add_bias_columns(head, sums);
+          add_bias_columns(head, sums, doubles.bias);
         }
       });
     }
+    store_sums(doubles);
+  }
+
+ private:
+  int64_t bias_offset(int64_t batch, int64_t head) const { return batch_offset(p, params.grad_bias, batch) + head * params.grad_bias.head_stride; }
+
+  void store_sums(const Doubles& doubles) const {
+    const bool one_bias = params.grad_bias.data && params.grad_bias.row_stride == 0 && params.grad_bias.col_stride == 0;
     for (int64_t head = 0; head < p.num_heads; head++) {
       double slope = 0, sink = 0;
       for (int64_t batch = 0; batch < p.batch; batch++)
         for (int chunk = 0; chunk < chunks; chunk++) {
-          const double* part = parts + ((batch * p.num_heads + head) * chunks + chunk) * 2;
+          const double* part = doubles.parts + ((batch * p.num_heads + head) * chunks + chunk) * 3;
           slope += part[0], sink += part[1];
+          if (one_bias) doubles.bias[bias_offset(batch, head)] += part[2];
         }
       if (params.grad_alibi_slopes) ((Real*)params.grad_alibi_slopes)[head] = Real(slope);
       if (params.grad_sinks) ((Real*)params.grad_sinks)[head] = Real(sink);
     }
+    for (int64_t i = 0; i < doubles.num_bias; i++) ((Real*)params.grad_bias.data)[i] = Real(doubles.bias[i]);
   }
 
- private:
   void pack_keys(int64_t head, int tile, const Packed& packed, const Buffers& buf) const {
     const int begin = tile * kTileKV, rows = min_of(kTileKV, int(p.seqlen_kv) - begin), head_dim = int(p.head_dim), head_dim_v = int(p.head_dim_v);
     const auto key = adjacent_columns(matrix<const T>(p, p.key, head / p.num_heads_kv, head % p.num_heads_kv), begin, rows, head_dim, buf.key_temp);
@@ -130,7 +153,7 @@ struct Backward {
     packed.key_finite[tile] = pack_finite_panels(key.data, key.row_stride, rows, head_dim, packed.key + begin / kSize * kPanel<Unit>, packed.key_stride);
   }
 
-  void run_chunk(int64_t head, int chunk, const Packed& packed, const Sums& sums, const Buffers& buf, double* parts) const {
+  void run_chunk(int64_t head, int chunk, const Packed& packed, const Sums& sums, const Buffers& buf, const Doubles& doubles) const {
     const int64_t batch = head / p.num_heads_kv;
     const int head_kv = int(head % p.num_heads_kv);
     const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
@@ -143,8 +166,12 @@ struct Backward {
       const int rows = tiles.fill(tile, head_kv * group, mask, buf.rows);
       query_tile(batch, head_kv, rows, tiles.stacked, mods, packed, sums, buf);
       for (int i = 0; i < rows; i++) {
-        double* part = parts + ((batch * p.num_heads + buf.rows[i].head) * chunks + chunk) * 2;
+        double* part = doubles.parts + ((batch * p.num_heads + buf.rows[i].head) * chunks + chunk) * 3;
         part[0] += buf.row_slope[i], part[1] += buf.row_sink[i];
+        if (!params.grad_bias.data || params.grad_bias.col_stride != 0) continue;
+        double& bias =
+            params.grad_bias.row_stride == 0 ? part[2] : doubles.bias[bias_offset(batch, buf.rows[i].head) + buf.rows[i].query * params.grad_bias.row_stride];
+        bias += bias_of_row(batch, i, buf);
       }
     }
   }
@@ -164,83 +191,29 @@ struct Backward {
     }
   }
 
-  // A bias without rows: what was summed over the rows, [group][seqlen_kv].
-  void add_bias_columns(int64_t head, const Sums& sums) const {
+  // A bias of keys, the same for all rows: what was summed over the rows, [group][seqlen_kv].
+  void add_bias_columns(int64_t head, const Sums& sums, double* bias) const {
     if (!sums.bias_columns) return;
+    const TensorView& view = params.grad_bias;
     for (int g = 0; g < group; g++) {
-      Real* to = (Real*)params.grad_bias.data + batch_offset(p, params.grad_bias, head / p.num_heads_kv) +
-                 (head % p.num_heads_kv * group + g) * params.grad_bias.head_stride;
-      for (int64_t j = 0; j < p.seqlen_kv; j++) to[j * params.grad_bias.col_stride] += sums.bias_columns[g * p.seqlen_kv + j];
+      double* to = bias + bias_offset(head / p.num_heads_kv, head % p.num_heads_kv * group + g);
+      for (int64_t j = 0; j < p.seqlen_kv; j++) to[j * view.col_stride] += sums.bias_columns[g * p.seqlen_kv + j];
     }
   }
 
-  void pack_queries(int64_t batch, int rows, Real factor, const Buffers& buf) const {
-    const int head_dim = int(p.head_dim), head_dim_v = int(p.head_dim_v);
-    // A row that completes the last pair, or the last rows of a block, is zero.
-    const int padded = round_up(rows, kRowStep);
-    if (rows % kSize) {
-      memset(buf.query_rows + int64_t(rows) * buf.query_stride, 0, buf.query_stride * sizeof(Unit));
-      memset(buf.grad_out_rows + int64_t(rows) * buf.grad_out_stride, 0, buf.grad_out_stride * sizeof(Unit));
-    }
-    // Panels hold whole pairs of rows: gather the tile where runs may break a pair or columns are strided.
-    const bool one_run = buf.rows[rows - 1].head == buf.rows[0].head;
-    const bool gather = !one_run || p.query.col_stride != 1 || params.grad_out.col_stride != 1;
-    Matrix<const T> query = matrix<const T>(p, p.query, batch, buf.rows[0].head), grad_out = matrix<const T>(p, params.grad_out, batch, buf.rows[0].head);
-    query.data = query.row(buf.rows[0].query), grad_out.data = grad_out.row(buf.rows[0].query);
-    if (gather) {
-      for (int i = 0; i < rows; i++) {
-        const Matrix<const T> q = matrix<const T>(p, p.query, batch, buf.rows[i].head), g = matrix<const T>(p, params.grad_out, batch, buf.rows[i].head);
-        for (int d = 0; d < head_dim; d++) buf.query_temp[int64_t(i) * head_dim + d] = q.row(buf.rows[i].query)[d * q.col_stride];
-        for (int d = 0; d < head_dim_v; d++) buf.grad_out_temp[int64_t(i) * head_dim_v + d] = g.row(buf.rows[i].query)[d * g.col_stride];
-      }
-      query = {buf.query_temp, head_dim, 1}, grad_out = {buf.grad_out_temp, head_dim_v, 1};
-    }
-    pack_rows(query.data, query.row_stride, rows, head_dim, factor, buf.query_rows, buf.query_stride);
-    pack_rows(grad_out.data, grad_out.row_stride, rows, head_dim_v, Real(1), buf.grad_out_rows, buf.grad_out_stride);
-    pack_panels(query.data, query.row_stride, rows, head_dim, buf.query_panels, buf.tile_stride);
-    pack_panels(grad_out.data, grad_out.row_stride, rows, head_dim_v, buf.grad_out_panels, buf.tile_stride);
-    for (int i = 0; i < padded; i++) {
-      buf.row_delta[i] = 0;
-      buf.row_lse[i] = Real(INFINITY);  // makes every probability of an empty row, and of a row that only pads the block, zero
-      if (i >= rows) continue;
-      const int64_t at = (batch * p.num_heads + buf.rows[i].head) * p.seqlen_q + buf.rows[i].query;
-      const Real lse = ((const Real*)p.lse)[at], grad_lse = params.grad_lse ? ((const Real*)params.grad_lse)[at] : Real(0);
-      if (lse == Real(-INFINITY)) {
-        zero_panel_row(buf.query_panels, i, head_dim, buf.tile_stride);
-        zero_panel_row(buf.grad_out_panels, i, head_dim_v, buf.tile_stride);
-      } else {
-        buf.row_lse[i] = Real(lse * kLog2e);
-        // d lse / d score = probs, so a gradient of lse only shifts delta.
-        buf.row_delta[i] = out_times_grad(batch, buf.rows[i], grad_out.row(i)) - grad_lse;
-      }
-      buf.row_slope[i] = buf.row_shift[i] = 0;
-    }
-  }
-  static void zero_panel_row(Unit* panels, int row, int cols, int64_t panel_stride) {
-    for (int d = 0; d < cols; d++) {
-      Unit& unit = panels[d / kPanel<Unit> * panel_stride + row / kSize * kPanel<Unit> + d % kPanel<Unit>];
-      if constexpr (kSize == 1) unit = 0;
-      else unit &= row % 2 ? 0xffffu : 0xffff0000u;
-    }
-  }
-  Real out_times_grad(int64_t batch, const TileRow& row, const T* grad_out) const {
-    const Matrix<const T> out = matrix<const T>(p, p.out, batch, row.head);
-    const Matrix<const T> residual = p.residual.data ? matrix<const T>(p, p.residual, batch, row.head) : Matrix<const T>{nullptr, 0, 1};
-    const int cols = int(p.head_dim_v);
-    V sum(Real(0));
-    for (int d = 0; d < cols; d += V::kLanes) {
-      T temp[V::kLanes], rest[V::kLanes];
-      const int count = min_of(V::kLanes, cols - d);
-      V x = load_converted(adjacent_elements(out.row(row.query), out.col_stride, d, d + count, temp), count);
-      if (residual.data) x = x + load_converted(adjacent_elements(residual.row(row.query), residual.col_stride, d, d + count, rest), count);
-      sum = multiply_add(load_converted(grad_out + d, count), x, sum);
-    }
-    return reduce_add(sum);
+  // A bias that is the same for all keys of a row changes lse alone: sum_j ds_j = grad_lse + (weight of the sink) * delta. Free of the
+  // rounding that the sum over the keys would collect.
+  double bias_of_row(int64_t batch, int in_tile, const Buffers& buf) const {
+    const TileRow& row = buf.rows[in_tile];
+    if (buf.row_lse[in_tile] == Real(INFINITY)) return 0;
+    const Real grad_lse = params.grad_lse ? ((const Real*)params.grad_lse)[(batch * p.num_heads + row.head) * p.seqlen_q + row.query] : Real(0);
+    const Real delta = buf.row_delta[in_tile];
+    return double(grad_lse) - buf.row_sink[in_tile] + (delta - delta);  // NaN where delta is not finite
   }
 
   void query_tile(int64_t batch, int head_kv, int rows, bool stacked, const ScoreMods<Real>& mods, const Packed& packed, const Sums& sums,
                   const Buffers& buf) const {
-    pack_queries(batch, rows, mods.factor(), buf);
+    this->pack_queries(batch, rows, mods.factor(), buf);
     memset(buf.grad_query, 0, int64_t(kTileQ) * sums.key_stride * sizeof(Real));
     BlockKeys blocks[kBlocks];
     Interval main = {0, 0}, sinks = {0, 0};
@@ -249,7 +222,7 @@ struct Backward {
       main = hull(main, block.main), sinks = hull(sinks, block.sinks);
     }
     bool coarse = false;
-    for (int i = 0; i < rows; i++) coarse = coarse || lse_is_coarse(buf.row_lse[i]);
+    for (int i = 0; i < rows; i++) coarse = coarse || lse_is_coarse<T>(buf.row_lse[i]);
     if (coarse) normalise_again(rows, blocks, hull(main, sinks), mods, packed, buf);
     for (int i = 0; i < rows; i++) {
       const Real sink = Real((p.sinks ? ((const Real*)p.sinks)[buf.rows[i].head] : Real(-INFINITY)) * kLog2e);
@@ -318,7 +291,7 @@ struct Backward {
       factor = Real(1);
     }
 
-    const bool select = !full || mods.hides(), extra = params.grad_bias.data || params.grad_alibi_slopes || p.softcap > 0;
+    const bool select = !full || mods.hides(), extra = params.grad_bias.col_stride != 0 || params.grad_alibi_slopes || p.softcap > 0;
     const bool in_pairs = kSize == 2 && !extra && (!kDrop || in_registers);
     if (select) gradients<true>(batch, i0, rows, begin, left, cols, factor, in_pairs, in_registers, scores, grads, dropout, buf);
     else gradients<false>(batch, i0, rows, begin, left, cols, factor, in_pairs, in_registers, scores, grads, dropout, buf);
@@ -363,7 +336,7 @@ struct Backward {
         softmax_block<Unit, false>(count, cols, kTileKV, scores, (Unit*)scores, factor, buf.coarse.from(i0), 0, BlockDropout<Real>());
       }
     for (int i = 0; i < rows; i++) {
-      if (!lse_is_coarse(buf.row_lse[i])) continue;
+      if (!lse_is_coarse<T>(buf.row_lse[i])) continue;
       if (p.sinks)
         add_sink(Real(((const Real*)p.sinks)[buf.rows[i].head] * kLog2e), buf.coarse.row_max[i], buf.coarse.row_sum + i * kLanes<Real>, buf.coarse.out, 0);
       buf.row_shift[i] = buf.coarse.row_max[i];
@@ -427,7 +400,7 @@ struct Backward {
       for_each_run(tile_rows, rows, [&](int first, int length) {
         add_columns(grads + first * kTileKV, length, count, sums.bias_columns + tile_rows[first].head % group * p.seqlen_kv + begin);
       });
-    else if (params.grad_bias.data)
+    else if (params.grad_bias.col_stride != 0)
       for (int i = 0; i < rows; i++) add_bias_row(batch, tile_rows[i], begin, count, grads + i * kTileKV);
     if (p.softcap > 0)
       for (int i = 0; i < rows; i++)
@@ -452,10 +425,6 @@ struct Backward {
       int j = 0;
       for (; j + V::kLanes <= count; j += V::kLanes) (V::load(to + j) + V::load(grads + j)).store(to + j);
       for (; j < count; j++) to[j] += grads[j];
-    } else if (view.col_stride == 0) {
-      V sum(Real(0));
-      for (int j = 0; j < count; j += V::kLanes) sum = sum + keep_lanes(V::load(grads + j), 0, count - j, V(Real(0)));
-      *to += reduce_add(sum);
     } else
       for (int j = 0; j < count; j++) to[j * view.col_stride] += grads[j];
   }

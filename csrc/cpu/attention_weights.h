@@ -88,8 +88,8 @@ struct Weights {
     bool coarse = false;
     for (int i = 0; i < rows; i++) {
       const Real of_row = ((const Real*)p.lse)[(batch * p.num_heads + head) * p.seqlen_q + buf.rows[i].query];
-      shift[i] = 0, lse[i] = of_row == Real(-INFINITY) ? Real(0) : Real(of_row * kLog2e);
-      coarse = coarse || lse_is_coarse(lse[i]);
+      shift[i] = 0, lse[i] = of_row == Real(-INFINITY) ? Real(0) : in_log2_units(of_row);
+      coarse = coarse || lse_is_coarse<T>(lse[i]);
     }
     if (coarse) normalise_again(batch, head_kv, rows, mods, buf, shift, lse);
     pack_keys(batch, head_kv, key_begin, key_count, buf);
@@ -144,7 +144,7 @@ struct Weights {
       }
     }
     for (int i = 0; i < rows; i++) {
-      if (!lse_is_coarse(lse[i])) continue;
+      if (!lse_is_coarse<T>(lse[i])) continue;
       const Real sum = log2(V(reduce_add(V::load(row_sum + i * kLanes<Real>)))).v[0];
       // A larger lse is a sink's, and stays.
       const Real tolerance = (lse[i] < 0 ? -lse[i] : lse[i]) * Real(sizeof(Real) == 4 ? 1e-6 : 1e-15);

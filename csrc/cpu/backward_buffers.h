@@ -81,6 +81,16 @@ struct BackwardSums {
   double* bias_columns = nullptr;    // [group][seqlen_kv], where the gradient of bias has no rows
   int64_t key_stride, value_stride, num_columns;
 
+  // Where a gradient of bias is a sum over rows, or over keys, it is kept in double until the end: this many elements of bias, 0 elsewhere.
+  static int64_t summed_bias(const AttentionBackwardParams& params) {
+    const AttentionParams& p = params.forward;
+    const TensorView& bias = params.grad_bias;
+    if (!bias.data || (bias.row_stride != 0 && bias.col_stride != 0)) return 0;
+    int64_t last = (p.num_heads - 1) * bias.head_stride + (p.seqlen_q - 1) * bias.row_stride + (p.seqlen_kv - 1) * bias.col_stride;
+    for (int d = 0; d < p.num_batch_dims; d++) last += (p.batch_sizes[d] - 1) * bias.batch_strides[d];
+    return last + 1;
+  }
+
   BackwardSums(const AttentionBackwardParams& params, Scratch& scratch) {
     const AttentionParams& p = params.forward;
     const int64_t padded = p.seqlen_kv + kBlockRows;
@@ -89,7 +99,7 @@ struct BackwardSums {
     grad_key = scratch.take<Real>(padded * key_stride);
     grad_value = scratch.take<Real>(padded * value_stride);
     num_columns = p.num_heads / p.num_heads_kv * p.seqlen_kv;
-    if (params.grad_bias.data && params.grad_bias.row_stride == 0) bias_columns = scratch.take<double>(num_columns);
+    if (params.grad_bias.row_stride == 0 && params.grad_bias.col_stride != 0) bias_columns = scratch.take<double>(num_columns);
   }
   void clear(int64_t seqlen_kv) const {
     memset(grad_key, 0, seqlen_kv * key_stride * sizeof(Real));

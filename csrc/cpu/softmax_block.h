@@ -2,6 +2,7 @@
 // Online softmax of one block of scores, and how two parts of one row are added.
 
 #include "dropout.h"
+#include "score_block.h"
 
 namespace tiled_attention {
 inline namespace KERNEL_ISA {
@@ -142,11 +143,18 @@ ALWAYS_INLINE void merge_row(const RowState<Real>& a, const RowState<Real>& b, i
   *a.row_max = top;
 }
 
-// exp2(score - lse) says nothing of a row whose lse is so large that its last bit is as large as the log of a sum. Such a row is normalised
-// again from its own maximum and sum.
+// lse in log2 units; one that is finite stays finite.
 template <class Real>
+ALWAYS_INLINE Real in_log2_units(Real lse) {
+  const Real x = Real(lse * kLog2e);
+  return lse - lse == 0 && x - x != 0 ? (lse < 0 ? kLowestReal<Real> : -kLowestReal<Real>) : x;
+}
+
+// exp2(score - lse) is as inexact as lse, whose last bit grows with its size. A row of large scores is normalised again from its own maximum
+// and sum: where what lse has lost would show beside the rounding of a score, and for 16 bit beside that of a weight. T: the element.
+template <class T, class Real>
 ALWAYS_INLINE bool lse_is_coarse(Real lse_log2) {
-  const Real limit = sizeof(Real) == 4 ? Real(1 << 10) : Real(1 << 30);
+  const Real limit = sizeof(T) == 2 ? Real(1024) : Real(64);
   return (lse_log2 > limit || lse_log2 < -limit) && lse_log2 - lse_log2 == 0;
 }
 
