@@ -121,8 +121,9 @@ class Expected:
         """How far the result may be from the exact one. `dot`: on the bfloat16 dot path, which rounds weights and score gradients."""
         exact, real = self.exact[name], real_dtype(self.case.dtype)
         limit = _limit(name, exact, self.own[name], self.case.dtype, self.stored.get(name, self.case.dtype), dot)
-        if name not in ("out", "lse"):  # weights come again from lse, whose rounding (at ordinary scores, below 16) is theirs
-            limit += 0.5 * ulp(min(largest(self.exact["lse"]), 15.0), real) * largest(exact)
+        if name not in ("out", "lse"):
+            # Weights come again from lse: its rounding (at ordinary scores, below 16) and that of the exponential are theirs.
+            limit += (0.5 * ulp(min(largest(self.exact["lse"]), 15.0), real) + torch.finfo(real).eps) * largest(exact)
         return limit + self.single.get(name, 0.0) * torch.finfo(real).eps
 
 

@@ -18,7 +18,6 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   using Packed = BackwardPacked<Unit>;
   using Sums = BackwardSums<Real>;
   static constexpr int kSize = kUnitSize<Unit>, kTileQ = kBwdTileQ, kTileKV = kBwdTileKV, kBlocks = kTileQ / kBlockRows;
-  static constexpr bool kScaled = kSize == 1;
 
   using Queries::p;
   using Queries::params;
@@ -213,7 +212,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
 
   void query_tile(int64_t batch, int head_kv, int rows, bool stacked, const ScoreMods<Real>& mods, const Packed& packed, const Sums& sums,
                   const Buffers& buf) const {
-    this->pack_queries(batch, rows, mods.factor(), buf);
+    this->pack_queries(batch, rows, mods.factor() < 0, buf);
     memset(buf.grad_query, 0, int64_t(kTileQ) * sums.key_stride * sizeof(Real));
     BlockKeys blocks[kBlocks];
     Interval main = {0, 0}, sinks = {0, 0};
@@ -311,8 +310,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   // Modifiers and row intervals of a block of scores. Returns what the scores are still to be multiplied by.
   Real hide_scores(const TileRow* tile_rows, int rows, int begin, int end, int cols, const BlockKeys& block, Real* scores, Real* tanhs,
                    const ScoreMods<Real>& mods) const {
-    Real factor = kScaled ? Real(1) : mods.factor() < 0 ? -mods.factor() : mods.factor();
-    if (mods.any()) mods.apply(tile_rows, rows, begin, end, scores, kTileKV, factor, tanhs), factor = Real(1);
+    const Real factor = mods.apply(tile_rows, rows, begin, end, scores, kTileKV, tanhs);
     if (!covers(block.full, begin, begin + cols))
       for (int i = 0; i < rows; i++) mask_row(scores + i * kTileKV, cols, begin, tile_rows[i].keys);
     return factor;
@@ -340,6 +338,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
       if (p.sinks)
         add_sink(Real(((const Real*)p.sinks)[buf.rows[i].head] * kLog2e), buf.coarse.row_max[i], buf.coarse.row_sum + i * kLanes<Real>, buf.coarse.out, 0);
       buf.row_shift[i] = buf.coarse.row_max[i];
+      buf.row_lse_low[i] = 0;
       buf.row_lse[i] = log2(V(reduce_add(V::load(buf.coarse.row_sum + i * kLanes<Real>)))).v[0];
     }
   }
@@ -354,7 +353,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   template <bool kSelect>
   void gradients(int64_t batch, int i0, int rows, int begin, int left, int cols, Real factor, [[maybe_unused]] bool in_pairs,
                  [[maybe_unused]] bool in_registers, Real* scores, Real* grads, const Dropout& dropout, const Buffers& buf) const {
-    const Real *lse = buf.row_lse + i0, *delta = buf.row_delta + i0;
+    const Real *lse = buf.row_lse + i0, *lse_low = buf.row_lse_low + i0, *delta = buf.row_delta + i0;
     const int first = buf.rows[i0].query, in_group = left / kPhiloxGroup;
 #if defined(__AVX512BF16__)
     if constexpr (kSize == 2)
@@ -368,8 +367,10 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     if constexpr (kDrop && kSize == 1 && sizeof(Real) == 4)
       if (in_registers) {
         for (int i = 0; i < rows; i += 2) {  // there is room for a row behind the last
-          const float two_lse[2] = {lse[i], i + 1 < rows ? lse[i + 1] : Real(INFINITY)}, two_delta[2] = {delta[i], i + 1 < rows ? delta[i + 1] : Real(0)};
-          score_gradient_pair<kSelect>(scores + i * kTileKV, grads + i * kTileKV, kTileKV, cols, two_lse, two_delta, dropout, first + i, in_group);
+          const float two_lse[2] = {lse[i], i + 1 < rows ? lse[i + 1] : Real(INFINITY)}, two_low[2] = {lse_low[i], i + 1 < rows ? lse_low[i + 1] : Real(0)},
+                      two_delta[2] = {delta[i], i + 1 < rows ? delta[i + 1] : Real(0)};
+          score_gradient_pair<kSelect>(scores + i * kTileKV, grads + i * kTileKV, kTileKV, cols, factor, two_lse, two_low, two_delta, dropout, first + i,
+                                       in_group);
         }
         return;
       }
@@ -377,8 +378,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
       if constexpr (kDrop) {
         const Dropout of_row(p.dropout, batch, buf.rows[i0 + i].head, nullptr);
         const uint32_t* bits = of_row.row_bits(buf.rows[i0 + i].query, begin, cols, buf.dropout_bits);
-        score_gradient_row<kScaled, kSelect, true>(scores + i * kTileKV, grads + i * kTileKV, cols, factor, lse[i], delta[i], &of_row, bits);
-      } else score_gradient_row<kScaled, kSelect, false>(scores + i * kTileKV, grads + i * kTileKV, cols, factor, lse[i], delta[i], &dropout, nullptr);
+        score_gradient_row<kSelect, true>(scores + i * kTileKV, grads + i * kTileKV, cols, factor, lse[i], lse_low[i], delta[i], &of_row, bits);
+      } else score_gradient_row<kSelect, false>(scores + i * kTileKV, grads + i * kTileKV, cols, factor, lse[i], lse_low[i], delta[i], &dropout, nullptr);
     }
   }
 

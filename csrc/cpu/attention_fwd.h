@@ -91,7 +91,6 @@ struct Forward {
   using V = NativeVec<Real>;
   using Buffers = ForwardBuffers<T, Unit, kDrop>;
   using Packed = PackedTiles<Unit>;
-  static constexpr bool kScaled = kUnitSize<Unit> == 1;  // the query carries the factor
   static constexpr int kBlocks = kFwdTileQ / kBlockRows;
 
   // How the threads share the call.
@@ -234,11 +233,10 @@ struct Forward {
   // than one split, in buf.state otherwise.
   void query_tile(int64_t batch, int head_kv, int rows, const RowMask& mask, int kv_from, int kv_to, const Packed& keys, const Buffers& buf) const {
     const ScoreMods<Real> mods(p, mask, batch);
-    const Real factor = mods.factor();
     for_each_run(buf.rows, rows, [&](int first, int count) {
       const auto query =
           adjacent_columns(matrix<const T>(p, p.query, batch, buf.rows[first].head), buf.rows[first].query, count, int(p.head_dim), buf.query_temp);
-      pack_rows(query.data, query.row_stride, count, int(p.head_dim), factor, buf.query + first * buf.query_stride, buf.query_stride);
+      pack_rows(query.data, query.row_stride, count, int(p.head_dim), mods.factor() < 0, buf.query + first * buf.query_stride, buf.query_stride);
     });
     const bool many_splits = p.seqlen_kv > kSplitKV;
     buf.state.clear(kFwdTileQ);
@@ -298,8 +296,7 @@ struct Forward {
     gemm<Left::RowMajor, Store::Overwrite>(rows, end - begin, units<Unit>(int(p.head_dim)), buf.query + i0 * buf.query_stride, buf.query_stride, key,
                                            keys.key_panel, buf.scores, kFwdTileKV);
 
-    Real factor = kScaled ? Real(1) : abs_of(mods.factor());
-    if (mods.any()) mods.apply(tile_rows, rows, begin, end, buf.scores, kFwdTileKV, factor, (Real*)nullptr), factor = Real(1);
+    const Real factor = mods.apply(tile_rows, rows, begin, end, buf.scores, kFwdTileKV, nullptr);
     if (!covers(block.full, begin, begin + cols))
       for (int i = 0; i < rows; i++) mask_row(buf.scores + i * kFwdTileKV, cols, begin, tile_rows[i].keys);
 
@@ -319,8 +316,6 @@ struct Forward {
     if (keys.state[tile] == Packed::kNonfinite)
       add_nonfinite(mods, tile_rows, rows, begin, end, buf.probs, stride, matrix<const T>(p, p.value, batch, head_kv), head_dim_v, state.out, state.out_stride);
   }
-
-  static Real abs_of(Real x) { return x < 0 ? -x : x; }
 
   __attribute__((noinline)) void draw_bits(int64_t batch, const TileRow* rows, int count, int begin, int cols, const Buffers& buf,
                                            const uint32_t** bits) const {
@@ -344,7 +339,7 @@ struct Forward {
                      state.out + int64_t(i + k) * state.out_stride, int(p.head_dim_v));
           inverse[k] = exists ? reduce_add(V::load(state.row_sum + (i + k) * kN)) : Real(1);
         }
-        ((V::load(state.row_max + i) + log2(V::load(inverse))) * V(Real(kLn2))).store(lse);
+        natural_lse(state.row_max + i, inverse, lse);
         (V(Real(1)) / V::load(inverse)).store(inverse);
       }
       const int64_t head = tile_rows[i].head, query = tile_rows[i].query;
@@ -359,6 +354,17 @@ struct Forward {
       store_row(row, int(p.head_dim_v), scale, out.row(query), out.col_stride);
       if constexpr (sizeof(T) == 2)
         if (p.residual.data) store_residual(row, scale, matrix<T>(p, p.residual, batch, head), query);
+    }
+  }
+
+  // ln2 * (row_max + log2(sum)) of kLanes rows, rounded once.
+  static void natural_lse(const Real* row_max, const Real* sums, Real* lse) {
+    using D = NativeVec<double>;
+    for (int k = 0; k < V::kLanes; k += D::kLanes) {
+      D top, sum;
+      for (int i = 0; i < D::kLanes; i++) top.v[i] = row_max[k + i], sum.v[i] = sums[k + i];
+      const D x = multiply_add(top, D(kLn2), log2(sum) * D(kLn2));
+      for (int i = 0; i < D::kLanes; i++) lse[k + i] = Real(x.v[i]);
     }
   }
 

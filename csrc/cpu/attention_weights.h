@@ -81,7 +81,7 @@ struct Weights {
       const int row = int(params.rows ? params.rows[row_begin + i] : row_begin + i);
       buf.rows[i] = {head, row, mask.row(row)};
       const auto q = adjacent_columns(query, row, 1, head_dim, buf.temp);
-      pack_rows(q.data, q.row_stride, 1, head_dim, mods.factor(), buf.query + int64_t(i) * query_stride, query_stride);
+      pack_rows(q.data, q.row_stride, 1, head_dim, mods.factor() < 0, buf.query + int64_t(i) * query_stride, query_stride);
     }
     // shift[i] + lse[i] is the lse of row i in log2 units.
     Real shift[kWeightsTileQ], lse[kWeightsTileQ];
@@ -121,8 +121,7 @@ struct Weights {
     const int cols = round_up(key_count, kPanel<Unit>);
     gemm<Left::RowMajor, Store::Overwrite>(count, key_count, units<Unit>(int(p.head_dim)), buf.query + int64_t(i0) * query_stride, query_stride, buf.key,
                                            key_panel, buf.scores, kWeightsTileKV);
-    Real factor = kUnitSize<Unit> == 1 ? Real(1) : mods.factor() < 0 ? -mods.factor() : mods.factor();
-    if (mods.any()) mods.apply(buf.rows + i0, count, key_begin, key_begin + key_count, buf.scores, kWeightsTileKV, factor, (Real*)nullptr), factor = Real(1);
+    const Real factor = mods.apply(buf.rows + i0, count, key_begin, key_begin + key_count, buf.scores, kWeightsTileKV, nullptr);
     for (int i = 0; i < count; i++)
       if (!covers(buf.rows[i0 + i].keys.main, key_begin, key_begin + cols)) mask_row(buf.scores + i * kWeightsTileKV, cols, key_begin, buf.rows[i0 + i].keys);
     return factor;

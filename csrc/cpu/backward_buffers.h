@@ -125,7 +125,7 @@ struct BackwardBuffers {
   using Real = Accumulator<Unit>;
   TileRow* rows;  // [tile_q]
   Unit *query_rows, *query_panels, *grad_out_rows, *grad_out_panels;
-  Real *grad_query, *row_lse, *row_delta, *row_slope, *row_sink;
+  Real *grad_query, *row_lse, *row_lse_low, *row_delta, *row_slope, *row_sink;
   Real* row_shift;         // [tile_q] subtracted from the scores before row_lse is
   RowState<Real> coarse;   // of rows that are normalised again; no out
   Unit *probs, *grad_scores, *grad_score_rows;
@@ -151,6 +151,7 @@ struct BackwardBuffers {
     grad_out_panels = scratch.take<Unit>(round_up(head_dim_v, P) / P * tile_stride);
     grad_query = scratch.take<Real>(int64_t(kBwdTileQ) * round_up(head_dim, kLanes<Real>));
     row_lse = scratch.take<Real>(kBwdTileQ);
+    row_lse_low = scratch.take<Real>(kBwdTileQ);
     row_delta = scratch.take<Real>(kBwdTileQ);
     row_slope = scratch.take<Real>(kBwdTileQ);
     row_sink = scratch.take<Real>(kBwdTileQ);

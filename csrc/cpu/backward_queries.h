@@ -15,7 +15,7 @@ struct BackwardQueries {
   const AttentionBackwardParams& params;
   const AttentionParams& p;
 
-  void pack_queries(int64_t batch, int rows, Real factor, const Buffers& buf) const {
+  void pack_queries(int64_t batch, int rows, bool negate, const Buffers& buf) const {
     const int head_dim = int(p.head_dim), head_dim_v = int(p.head_dim_v);
     // A row that completes the last pair, or the last rows of a block, is zero.
     const int padded = round_up(rows, kRowStep);
@@ -36,12 +36,12 @@ struct BackwardQueries {
       }
       query = {buf.query_temp, head_dim, 1}, grad_out = {buf.grad_out_temp, head_dim_v, 1};
     }
-    pack_rows(query.data, query.row_stride, rows, head_dim, factor, buf.query_rows, buf.query_stride);
-    pack_rows(grad_out.data, grad_out.row_stride, rows, head_dim_v, Real(1), buf.grad_out_rows, buf.grad_out_stride);
+    pack_rows(query.data, query.row_stride, rows, head_dim, negate, buf.query_rows, buf.query_stride);
+    pack_rows(grad_out.data, grad_out.row_stride, rows, head_dim_v, false, buf.grad_out_rows, buf.grad_out_stride);
     pack_panels(query.data, query.row_stride, rows, head_dim, buf.query_panels, buf.tile_stride);
     pack_panels(grad_out.data, grad_out.row_stride, rows, head_dim_v, buf.grad_out_panels, buf.tile_stride);
     for (int i = 0; i < padded; i++) {
-      buf.row_delta[i] = 0;
+      buf.row_delta[i] = buf.row_lse_low[i] = 0;
       buf.row_lse[i] = Real(INFINITY);  // makes every probability of an empty row, and of a row that only pads the block, zero
       if (i >= rows) continue;
       const int64_t at = (batch * p.num_heads + buf.rows[i].head) * p.seqlen_q + buf.rows[i].query;
@@ -51,6 +51,7 @@ struct BackwardQueries {
         zero_panel_row(buf.grad_out_panels, i, head_dim_v, buf.tile_stride);
       } else {
         buf.row_lse[i] = in_log2_units(lse);
+        buf.row_lse_low[i] = lost_in_log2_units(lse, buf.row_lse[i]);
         // d lse / d score = probs, so a gradient of lse only shifts delta.
         buf.row_delta[i] = out_times_grad(batch, buf.rows[i], grad_out.row(i)) - grad_lse;
       }

@@ -79,16 +79,17 @@ ALWAYS_INLINE Vec<uint16_t, kLanes<float>> load_bits(const T* p, int count) {
   return Vec<uint16_t, kLanes<float>>::load(buffer);
 }
 
-// Left operand, reduction along the columns: dst[row][units(cols)], times `scale` (of bf16 pairs only its sign).
-// dst_stride is a multiple of kLanes.
+// Left operand, reduction along the columns: dst[row][units(cols)]. dst_stride is a multiple of kLanes.
 template <class Unit, class T>
-void pack_rows(const T* src, int64_t src_stride, int rows, int cols, Accumulator<Unit> scale, Unit* dst, int dst_stride) {
+void pack_rows(const T* src, int64_t src_stride, int rows, int cols, bool negate, Unit* dst, int dst_stride) {
   constexpr int kStep = kLanes<Unit> * kUnitSize<Unit>;
   for (int row = 0; row < rows; row++, src += src_stride, dst += dst_stride)
     for (int col = 0; col < cols; col += kStep) {
       NativeVec<Unit> x = load_units<Unit>(src + col, cols - col);
-      if constexpr (kUnitSize<Unit> == 1) x = x * NativeVec<Unit>(scale);
-      else if (scale < 0) x = x.v ^ 0x80008000u;
+      if (negate) {
+        if constexpr (kUnitSize<Unit> == 1) x = -x.v;
+        else x = x.v ^ 0x80008000u;
+      }
       x.store(dst + col / kUnitSize<Unit>);
     }
 }

@@ -139,16 +139,20 @@ struct ScoreMods {
   }
   static int element_size(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
-  // Whether apply() has anything to do, and whether what it does can hide a key.
-  bool any() const { return p.softcap > 0 || p.alibi_slopes || hides() || p.scale == 0; }
+  // Whether apply() can hide a key.
   bool hides() const { return p.bias.data || p.bool_mask.data; }
-  // What the query is multiplied by while packing (or, for bf16 pairs, the scores before the softmax): apply() and exp2 see log2 units,
-  // the softcap score / softcap.
+  // What products are multiplied by: to log2 units, or to score / softcap. Its sign is given to the query while packing, so that the largest
+  // product is the largest score.
   Real factor() const { return Real(p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2e); }
+  Real positive_factor() const { return factor() < 0 ? -factor() : factor(); }
 
-  // Keys [begin, end) of `count` rows. `tanhs`, laid out like scores, receives tanh(score / softcap); null where it is not wanted.
-  void apply(const TileRow* rows, int count, int begin, int end, Real* scores, int stride, Real factor, Real* tanhs) const {
+  // Keys [begin, end) of `count` rows. `tanhs`, laid out like scores, receives tanh(score / softcap); null where it is not wanted. Returns what
+  // the scores are still to be multiplied by: a bool mask alone leaves them products, so that it gives the same bits as the same mask of intervals.
+  Real apply(const TileRow* rows, int count, int begin, int end, Real* scores, int stride, Real* tanhs) const {
     using V = NativeVec<Real>;
+    const bool products = p.softcap <= 0 && !p.alibi_slopes && !bias && p.scale != 0;
+    if (products && !bool_mask) return positive_factor();
+    const Real factor = products ? Real(1) : positive_factor();
     for (int i = 0; i < count; i++) {
       Real *row = scores + i * stride, rest = factor;
       if (p.softcap > 0) {
@@ -166,6 +170,7 @@ struct ScoreMods {
       }
       if (hides() || rest != Real(1)) apply_bias(rows[i], begin, end, row, rest);
     }
+    return products ? positive_factor() : Real(1);
   }
 
   // |position of the row - key| for the keys from `key` on.

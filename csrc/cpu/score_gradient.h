@@ -7,25 +7,25 @@
 namespace tiled_attention {
 inline namespace KERNEL_ISA {
 
-// p = exp2(score * factor - lse), grad_score = p * (grad_prob - delta), of one vector. kScaled: factor is 1. kSelect: the row may have
-// hidden keys, whose score is -inf; theirs are 0 whatever lse, delta and grad_prob are.
-template <bool kScaled, bool kSelect, class Real>
+// p = exp2(score * factor - lse), grad_score = p * (grad_prob - delta), of one vector. lse_low is what rounding took from lse. kSelect: the row
+// may have hidden keys, whose score is -inf; theirs are 0 whatever lse, delta and grad_prob are.
+template <bool kSelect, class Real>
 struct ScoreGradient {
   using V = NativeVec<Real>;
-  V factor, lse, delta;
-  ScoreGradient(Real factor, Real lse, Real delta) : factor(factor), lse(lse), delta(delta) {}
+  V factor, lse, lse_low, delta;
+  ScoreGradient(Real factor, Real lse, Real lse_low, Real delta) : factor(factor), lse(lse), lse_low(lse_low), delta(delta) {}
   ALWAYS_INLINE V select(V score, V x) const { return kSelect ? V(score.v == V(Real(-INFINITY)).v ? V(Real(0)).v : x.v) : x; }
-  ALWAYS_INLINE V prob(V score) const { return select(score, exp2(kScaled ? score - lse : score * factor - lse)); }
+  ALWAYS_INLINE V prob(V score) const { return select(score, exp2(score * factor - lse - lse_low)); }
   ALWAYS_INLINE V grad_score(V score, V prob, V grad_prob) const { return select(score, prob * (grad_prob - delta)); }
 };
 
 // One row in place: scores become probabilities, grad_scores hold the gradients of the probabilities and become those of the scores.
 // With kDrop the probabilities stored are the kept ones, not yet times inverse_keep; `bits` says which.
-template <bool kScaled, bool kSelect, bool kDrop, class Real>
-ALWAYS_INLINE void score_gradient_row(Real* scores, Real* grad_scores, int cols, Real factor, Real lse, Real delta, const Dropout* dropout,
+template <bool kSelect, bool kDrop, class Real>
+ALWAYS_INLINE void score_gradient_row(Real* scores, Real* grad_scores, int cols, Real factor, Real lse, Real lse_low, Real delta, const Dropout* dropout,
                                       const uint32_t* bits) {
   using V = NativeVec<Real>;
-  const ScoreGradient<kScaled, kSelect, Real> gradient(factor, lse, delta);
+  const ScoreGradient<kSelect, Real> gradient(factor, lse, lse_low, delta);
   const V inverse(Real(kDrop ? dropout->inverse_keep : 1));
   for (int j = 0; j < cols; j += V::kLanes) {
     const V score = V::load(scores + j), p = gradient.prob(score);
@@ -38,12 +38,12 @@ ALWAYS_INLINE void score_gradient_row(Real* scores, Real* grad_scores, int cols,
 
 // Two rows in place, the first of an even query, with dropout bits made in registers.
 template <bool kSelect>
-ALWAYS_INLINE void score_gradient_pair(float* scores, float* grad_scores, int stride, int cols, const float* lse, const float* delta, const Dropout& dropout,
-                                       int query, int group) {
+ALWAYS_INLINE void score_gradient_pair(float* scores, float* grad_scores, int stride, int cols, float factor, const float* lse, const float* lse_low,
+                                       const float* delta, const Dropout& dropout, int query, int group) {
   using V = NativeVec<float>;
   const auto counters = dropout.row(query);
   const V inverse(float(dropout.inverse_keep));
-  const ScoreGradient<true, kSelect, float> gradient[2] = {{1, lse[0], delta[0]}, {1, lse[1], delta[1]}};
+  const ScoreGradient<kSelect, float> gradient[2] = {{factor, lse[0], lse_low[0], delta[0]}, {factor, lse[1], lse_low[1], delta[1]}};
   for (int j = 0; j < cols; j += 2 * V::kLanes) {
     Bits bits[2][2];
     dropout.pair_bits(group + j / (2 * V::kLanes), counters, bits);
@@ -89,7 +89,7 @@ ALWAYS_INLINE void score_gradient_to_pairs(const float* scores, const float* gra
   using V = NativeVec<float>;
   const auto counters = dropout.row(query);
   const V inverse(float(dropout.inverse_keep));
-  const ScoreGradient<false, kSelect, float> gradient[2] = {{factor, lse[0], delta[0]}, {factor, lse[1], delta[1]}};
+  const ScoreGradient<kSelect, float> gradient[2] = {{factor, lse[0], 0, delta[0]}, {factor, lse[1], 0, delta[1]}};
   for (int j = 0; j < cols; j += 32) {
     V p[2][2], ds[2][2];
     Bits bits[2][2];

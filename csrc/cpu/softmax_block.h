@@ -47,14 +47,13 @@ ALWAYS_INLINE void add_weights(V p0, V p1, V& sum0, V& sum1) {
 }
 
 // Updates the running maxima and sums of `rows` rows, rescales what was accumulated so far, and replaces the scores by probabilities.
-// Scores times `factor` are in log2 units (1 unless the unit is a bf16 pair). cols is a multiple of 2 * kLanes. All maxima come first:
+// Scores times `factor` are in log2 units. cols is a multiple of 2 * kLanes. All maxima come first:
 // the horizontal reductions of the rows then overlap. Sums are of the probabilities before dropout.
 template <class Unit, bool kDrop, class Real>
 ALWAYS_INLINE void softmax_block(int rows, int cols, int stride, Real* scores, Unit* probs, Real factor, const RowState<Real>& state, int out_cols,
                                  const BlockDropout<Real>& drop) {
   using V = NativeVec<Real>;
   constexpr int kN = V::kLanes;
-  constexpr bool kScaled = kUnitSize<Unit> == 1;
   Real shifts[kBlockRows + 1] = {};
   for (int i = 0; i < rows; i++) {
     const Real* row = scores + i * stride;
@@ -63,7 +62,7 @@ ALWAYS_INLINE void softmax_block(int rows, int cols, int stride, Real* scores, U
       top0 = max(V::load(row + j), top0);
       top1 = max(V::load(row + j + kN), top1);
     }
-    const Real old_max = state.row_max[i], tile_max = reduce_max(max(top0, top1)) * (kScaled ? Real(1) : factor);
+    const Real old_max = state.row_max[i], tile_max = reduce_max(max(top0, top1)) * factor;
     const Real new_max = tile_max > old_max ? tile_max : old_max;
     state.row_max[i] = new_max;
     shifts[i] = new_max > Real(-INFINITY) ? new_max : Real(0);
@@ -80,7 +79,7 @@ ALWAYS_INLINE void softmax_block(int rows, int cols, int stride, Real* scores, U
   const V scale(factor);
   const auto weight = [&](const Real* score, V shift) __attribute__((always_inline)) {
     const V s = V::load(score);
-    return exp2(kScaled ? s - shift : s * scale - shift);
+    return exp2(s * scale - shift);
   };
   const auto store = [&](int row, int col, V a, V b) __attribute__((always_inline)) { store_pair(a, b, probs + row * stride / kUnitSize<Unit>, col); };
   if constexpr (kDrop && sizeof(Real) == 4) {
@@ -148,6 +147,13 @@ template <class Real>
 ALWAYS_INLINE Real in_log2_units(Real lse) {
   const Real x = Real(lse * kLog2e);
   return lse - lse == 0 && x - x != 0 ? (lse < 0 ? kLowestReal<Real> : -kLowestReal<Real>) : x;
+}
+
+// What the rounding in in_log2_units() took; 0 for double, infinities and NaN.
+template <class Real>
+ALWAYS_INLINE Real lost_in_log2_units(Real lse, Real rounded) {
+  const Real lost = Real(double(lse) * kLog2e - double(rounded));
+  return lost > -1 && lost < 1 ? lost : Real(0);
 }
 
 // exp2(score - lse) is as inexact as lse, whose last bit grows with its size. A row of large scores is normalised again from its own maximum
