@@ -224,9 +224,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     for (int i = 0; i < rows; i++) coarse = coarse || lse_is_coarse<T>(buf.row_lse[i]);
     if (coarse) normalise_again(rows, blocks, hull(main, sinks), mods, packed, buf);
     for (int i = 0; i < rows; i++) {
-      const Real sink = Real((p.sinks ? ((const Real*)p.sinks)[buf.rows[i].head] : Real(-INFINITY)) * kLog2e);
-      buf.row_sink[i] =
-          sink == Real(-INFINITY) || buf.row_lse[i] == Real(INFINITY) ? Real(0) : -exp2(V(sink - buf.row_shift[i] - buf.row_lse[i])).v[0] * buf.row_delta[i];
+      buf.row_sink[i] = this->grad_sink(batch, i, buf);
     }
     const bool in_registers = sizeof(Real) == 4 && !stacked && Dropout::in_registers(p.dropout);
     const Dropout dropout(p.dropout, batch, buf.rows[0].head, buf.dropout_keys);

@@ -59,6 +59,17 @@ struct BackwardQueries {
     }
   }
 
+  // -(weight of the sink) * delta, what a row adds to the gradient of its sink.
+  Real grad_sink(int64_t batch, int in_tile, const Buffers& buf) const {
+    const TileRow& row = buf.rows[in_tile];
+    const double sink = p.sinks ? double(((const Real*)p.sinks)[row.head]) : -INFINITY;
+    if (sink == -INFINITY || buf.row_lse[in_tile] == Real(INFINITY)) return 0;
+    const double lse = double(((const Real*)p.lse)[(batch * p.num_heads + row.head) * p.seqlen_q + row.query]);
+    const double log2_weight =
+        lse_is_coarse<T>(in_log2_units(Real(lse))) ? sink * kLog2e - buf.row_shift[in_tile] - buf.row_lse[in_tile] : (sink - lse) * kLog2e;
+    return Real(-exp2(NativeVec<double>(log2_weight)).v[0] * buf.row_delta[in_tile]);
+  }
+
  private:
   static void zero_panel_row(Unit* panels, int row, int cols, int64_t panel_stride) {
     for (int d = 0; d < cols; d++) {
