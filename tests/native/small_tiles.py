@@ -1,4 +1,5 @@
-"""Derivatives over every tile, split and chunk edge: run by test_small_tiles.py on a library whose tiles are 8 x 16 and whose splits hold 64 keys.
+"""Derivatives over every tile, split and chunk edge: run by test_small_tiles.py on a library whose tiles are 8 x 16 and whose splits
+hold 64 keys.
 
 Lengths of 26 and 150 are then four tiles of queries, four chunks, ten tiles of keys and three splits, each with a ragged end.
 """

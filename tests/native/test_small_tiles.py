@@ -18,6 +18,8 @@ def run(command: list[str], **environment: str) -> None:
 def test_every_edge_of_small_tiles(tmp_path):
     flags = " ".join(f"-D{name}={value}" for name, value in TILES.items())
     lib = tmp_path / "lib"
-    run([sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path / "build"), "--build-lib", str(lib)], CFLAGS=flags, CXXFLAGS=flags)
+    folders = ["--build-base", str(tmp_path / "build"), "--build-lib", str(lib)]
+    run([sys.executable, "setup.py", "-q", "build", *folders], CFLAGS=flags, CXXFLAGS=flags)
     library = lib / "tiled_attention" / "_cpu.abi3.so"
-    run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", str(HERE / "small_tiles.py")], TILED_ATTENTION_LIBRARY=str(library))
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"]
+    run([*pytest, str(HERE / "small_tiles.py")], TILED_ATTENTION_LIBRARY=str(library))

@@ -41,7 +41,7 @@ def _transformers(*needed: str) -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
     for name in ("transformers", *needed):
         if importlib.util.find_spec(name) is None:
-            raise Missing(f"{name} is not installed: pip install 'tiled-attention[models]'")
+            raise Missing(f"{name} is not installed: pip install 'tiled-attention[transformers]'")
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
