@@ -222,10 +222,14 @@ struct Forward {
     const int at = to.single ? 0 : tile;
     if (!to.single && to.state[at] != Packed::kEmpty) return;
     const int begin = tile * kFwdTileKV, rows = min_of(kFwdTileKV, int(p.seqlen_kv) - begin);
-    const auto key = adjacent_columns(matrix<const T>(p, p.key, batch, head_kv), begin, rows, int(p.head_dim), buf.key_temp);
-    const auto value = adjacent_columns(matrix<const T>(p, p.value, batch, head_kv), begin, rows, int(p.head_dim_v), buf.value_temp);
-    pack_transposed(key.data, key.row_stride, rows, int(p.head_dim), to.key + at * to.key_tile, to.key_panel);
-    const bool finite = pack_finite_panels(value.data, value.row_stride, rows, int(p.head_dim_v), to.value + at * to.value_tile, to.value_panel);
+    const Matrix<const T> keys = matrix<const T>(p, p.key, batch, head_kv), values = matrix<const T>(p, p.value, batch, head_kv);
+    const auto key = adjacent_columns(keys, begin, rows, int(p.head_dim), buf.key_temp);
+    const auto value = adjacent_columns(values, begin, rows, int(p.head_dim_v), buf.value_temp);
+    pack_transposed(key.data, key.row_stride, rows, int(p.head_dim), to.key + at * to.key_tile, to.key_panel,
+                    Ahead::of(values, begin, rows, int(p.head_dim_v)));
+    const int next = begin + kFwdTileKV;
+    const bool finite = pack_finite_panels(value.data, value.row_stride, rows, int(p.head_dim_v), to.value + at * to.value_tile, to.value_panel,
+                                           Ahead::of(keys, next, min_of(kFwdTileKV, int(p.seqlen_kv) - next), int(p.head_dim)));
     to.state[at] = finite ? Packed::kFinite : Packed::kNonfinite;
   }
 

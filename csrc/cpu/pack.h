@@ -1,6 +1,7 @@
 #pragma once
 // Copies a strided matrix of any dtype into the layouts that gemm() reads, converting on the way.
 
+#include "../core/mask.h"
 #include "../core/params.h"
 #include "gemm_tile.h"
 
@@ -58,6 +59,22 @@ inline Matrix<const T> adjacent_columns(const Matrix<const T>& m, int64_t begin,
   return {temp, cols, 1};
 }
 
+// Rows that are read next: asked for into L2 while others are packed. The hardware does not follow reads that go down several rows at once.
+struct Ahead {
+  const char* data = nullptr;
+  int64_t row_stride = 0;  // bytes
+  int row_bytes = 0, rows = 0;
+  template <class T>
+  static Ahead of(const Matrix<const T>& m, int64_t begin, int rows, int cols) {
+    if (m.col_stride != 1 || rows <= 0) return {};
+    return {(const char*)m.row(begin), m.row_stride * int64_t(sizeof(T)), int(cols * sizeof(T)), rows};
+  }
+  ALWAYS_INLINE void fetch(int begin, int end) const {
+    for (int i = begin; i < min_of(end, rows); i++)
+      for (int b = 0; b < row_bytes; b += 64) __builtin_prefetch(data + i * row_stride + b, 0, 2);
+  }
+};
+
 // `count` consecutive elements as units; zeros behind them.
 template <class Unit, class T>
 ALWAYS_INLINE NativeVec<Unit> load_units(const T* p, int count) {
@@ -97,23 +114,28 @@ void pack_rows(const T* src, int64_t src_stride, int rows, int cols, bool negate
 // Right operand, reduction along the rows: panels of columns, dst[panel][units(rows)][kPanel]. Returns whether every
 // element was finite. With kSanitize the others are packed as zeros.
 template <class Unit, class T, bool kSanitize = false>
-bool pack_panels(const T* src, int64_t src_stride, int rows, int cols, Unit* dst, int64_t panel_stride) {
+bool pack_panels(const T* src, int64_t src_stride, int rows, int cols, Unit* dst, int64_t panel_stride, const Ahead& ahead = Ahead()) {
   using V = NativeVec<Unit>;
-  V check(Unit(0));  // stays zero as long as all is finite
-  for (int col = 0; col < cols; col += kLanes<Unit>) {
-    Unit* to = dst + col / kPanel<Unit> * panel_stride + col % kPanel<Unit>;
-    const T* from = src + col;
-    for (int row = 0; row < rows; row += kUnitSize<Unit>, to += kPanel<Unit>, from += kUnitSize<Unit> * src_stride) {
-      if constexpr (kUnitSize<Unit> == 1) {
-        const V x = load_converted(from, cols - col), zero = x - x;
-        (kSanitize ? V(zero.v == zero.v ? x.v : V(Unit(0)).v) : x).store(to);
-        check = check + zero;
-      } else {
-        const auto low = load_bits(from, cols - col), high = load_bits(row + 1 < rows ? from + src_stride : from, row + 1 < rows ? cols - col : 0);
-        const auto pair = convert<uint32_t>(low).v | convert<uint32_t>(high).v << 16;
-        const auto bad = (((pair & 0x7f80u) == 0x7f80u) & 0xffffu) | (((pair & 0x7f800000u) == 0x7f800000u) & 0xffff0000u);
-        V(kSanitize ? pair & ~bad : pair).store(to);
-        check = check.v | bad;
+  constexpr int kRows = 16;  // read together: whole rows, as they lie
+  V check(Unit(0));          // stays zero as long as all is finite
+  for (int begin = 0; begin < rows; begin += kRows) {
+    const int end = min_of(begin + kRows, rows);
+    ahead.fetch(begin, end);
+    for (int col = 0; col < cols; col += kLanes<Unit>) {
+      Unit* to = dst + col / kPanel<Unit> * panel_stride + col % kPanel<Unit> + begin / kUnitSize<Unit> * kPanel<Unit>;
+      const T* from = src + begin * src_stride + col;
+      for (int row = begin; row < end; row += kUnitSize<Unit>, to += kPanel<Unit>, from += kUnitSize<Unit> * src_stride) {
+        if constexpr (kUnitSize<Unit> == 1) {
+          const V x = load_converted(from, cols - col), zero = x - x;
+          (kSanitize ? V(zero.v == zero.v ? x.v : V(Unit(0)).v) : x).store(to);
+          check = check + zero;
+        } else {
+          const auto low = load_bits(from, cols - col), high = load_bits(row + 1 < rows ? from + src_stride : from, row + 1 < rows ? cols - col : 0);
+          const auto pair = convert<uint32_t>(low).v | convert<uint32_t>(high).v << 16;
+          const auto bad = (((pair & 0x7f80u) == 0x7f80u) & 0xffffu) | (((pair & 0x7f800000u) == 0x7f800000u) & 0xffff0000u);
+          V(kSanitize ? pair & ~bad : pair).store(to);
+          check = check.v | bad;
+        }
       }
     }
   }
@@ -124,19 +146,20 @@ bool pack_panels(const T* src, int64_t src_stride, int rows, int cols, Unit* dst
 
 // pack_panels(), with everything that is not finite packed as zero. Returns whether there was nothing such.
 template <class Unit, class T>
-bool pack_finite_panels(const T* src, int64_t src_stride, int rows, int cols, Unit* dst, int64_t panel_stride) {
-  const bool finite = pack_panels<Unit, T>(src, src_stride, rows, cols, dst, panel_stride);
+bool pack_finite_panels(const T* src, int64_t src_stride, int rows, int cols, Unit* dst, int64_t panel_stride, const Ahead& ahead = Ahead()) {
+  const bool finite = pack_panels<Unit, T>(src, src_stride, rows, cols, dst, panel_stride, ahead);
   if (!finite) pack_panels<Unit, T, true>(src, src_stride, rows, cols, dst, panel_stride);
   return finite;
 }
 
 // Right operand, reduction along the columns: panels of rows, dst[panel][units(cols)][kPanel].
 template <class Unit, class T>
-void pack_transposed(const T* src, int64_t src_stride, int rows, int cols, Unit* dst, int64_t panel_stride) {
+void pack_transposed(const T* src, int64_t src_stride, int rows, int cols, Unit* dst, int64_t panel_stride, const Ahead& ahead = Ahead()) {
   constexpr int kN = kLanes<Unit>;
   const int k_size = units<Unit>(cols);
   for (int row = 0; row < rows; row += kN) {
     Unit* to = dst + row / kPanel<Unit> * panel_stride + row % kPanel<Unit>;
+    ahead.fetch(row, row + kN);
     for (int k = 0; k < k_size; k += kN) {
       NativeVec<Unit> block[kN];
       const T* from = src + row * src_stride + k * kUnitSize<Unit>;
