@@ -241,7 +241,7 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
   forward.lse = check_lse(&lse, real, scores);
   if (grad_lse) params.grad_lse = check_lse(&grad_lse, real, scores);
 
-  // Those of query, key and value are written; the others are summed in Real, from zero.
+  // Those of query, key and value have its dtype, the others are Real.
   Tensor grads[kNumGradients];
   TensorView* const views[] = {&params.grad_query, &params.grad_key, &params.grad_value};
   for (int i = kQuery; i <= kValue; ++i) {
@@ -256,9 +256,6 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
   for (int i : {kAlibiSlopes, kSinks}) {
     if (wants(i)) grads[i] = empty_contiguous(names[i], real, 1, &forward.num_heads);
   }
-  for (int i = kBias; i < kNumGradients; ++i) {
-    if (grads[i]) fill_bytes(grads[i], 0);
-  }
   params.grad_alibi_slopes = grads[kAlibiSlopes].data;
   params.grad_sinks = grads[kSinks].data;
   finish_batch(scores, batch_dims, &args, &forward);
@@ -268,8 +265,8 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
     const Scratch scratch(table.attention_bwd_scratch(params, pool));
     table.attention_bwd(params, pool, scratch.data());
   } else {
-    for (int i = kQuery; i <= kValue; ++i) {
-      if (grads[i]) fill_bytes(grads[i], 0);
+    for (const Tensor& grad : grads) {
+      if (grad) fill_bytes(grad, 0);
     }
     if (has_rows(forward) && grads[kSinks] && grad_lse) {
       forward.dtype == DType::kFloat64 ? add_empty_sinks_grad<double>(params) : add_empty_sinks_grad<float>(params);

@@ -72,7 +72,7 @@ struct AttentionBackwardParams {
   TensorView grad_out;              // dtype
   const void* grad_lse = nullptr;   // Real, laid out like lse; may be null
   TensorView grad_query, grad_key, grad_value;  // dtype; absent ones are not computed
-  TensorView grad_bias;             // Real, zero on entry, added to; strides 0 where bias is broadcast; may be absent
+  TensorView grad_bias;             // Real, contiguous, summed over what it broadcasts along (strides 0); may be absent
   void *grad_alibi_slopes = nullptr, *grad_sinks = nullptr;  // Real [num_heads], may be null
 };
 

@@ -210,9 +210,23 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     return double(grad_lse) - buf.row_sink[in_tile] + (delta - delta);  // NaN where delta is not finite
   }
 
+  // The first of the heads and batch items that share a row of grad_bias clears it: it comes first in the plan.
+  void clear_bias_row(int64_t batch, const TileRow& row) const {
+    const TensorView& view = params.grad_bias;
+    if (view.head_stride == 0 && row.head > 0) return;
+    int64_t rest = batch;
+    for (int d = p.num_batch_dims - 1; d >= 0; d--) {
+      if (view.batch_strides[d] == 0 && rest % p.batch_sizes[d] > 0) return;
+      rest /= p.batch_sizes[d];
+    }
+    memset((Real*)view.data + bias_offset(batch, row.head) + row.query * view.row_stride, 0, p.seqlen_kv * sizeof(Real));
+  }
+
   void query_tile(int64_t batch, int head_kv, int rows, bool stacked, const ScoreMods<Real>& mods, const Packed& packed, const Sums& sums,
                   const Buffers& buf) const {
     this->pack_queries(batch, rows, mods.factor() < 0, buf);
+    if (params.grad_bias.row_stride != 0 && params.grad_bias.col_stride != 0)
+      for (int i = 0; i < rows; i++) clear_bias_row(batch, buf.rows[i]);
     memset(buf.grad_query, 0, int64_t(kTileQ) * sums.key_stride * sizeof(Real));
     BlockKeys blocks[kBlocks];
     Interval main = {0, 0}, sinks = {0, 0};
@@ -238,8 +252,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
         Interval seen[kBlocks];
         for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
           const BlockKeys& block = blocks[i0 / kBlockRows];
-          Interval& s = seen[i0 / kBlockRows] = block.within(kv_begin, kv_end);
           const int count = min_of(kBlockRows, rows - i0);
+          const Interval s = seen[i0 / kBlockRows] = mods.shown(buf.rows + i0, count, block.within(kv_begin, kv_end), kPanel<Unit>);
           if (is_empty(s)) zero_block(buf, i0, count);
           else
             block_of_rows(batch, head_kv, i0, count, kv_begin, kv_end, round_down(s.begin, kPanel<Unit>), s.end, block, in_registers, coarse, mods, dropout,

@@ -273,7 +273,8 @@ struct Forward {
         bool packed = false;
         for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
           const BlockKeys& block = blocks[i0 / kBlockRows];
-          const Interval seen = block.within(kv_begin, min_of(kv_begin + kFwdTileKV, kv_to));
+          const Interval seen =
+              mods.shown(buf.rows + i0, min_of(kBlockRows, rows - i0), block.within(kv_begin, min_of(kv_begin + kFwdTileKV, kv_to)), kPanel<Unit>);
           if (is_empty(seen)) continue;
           if (!packed) {
             pack_tile(batch, head_kv, kv_begin / kFwdTileKV, keys, buf);

@@ -178,6 +178,21 @@ struct ScoreMods {
     return alibi_distance(NativeVec<Real>(Real(mask.position(row.query) - key)), NativeVec<Real>::iota(Real(0)));
   }
 
+  // The smallest interval of whole panels in `keys` outside which the bool mask hides every key of these rows: a tile of a triangle or a band
+  // costs what it shows.
+  Interval shown(const TileRow* rows, int count, Interval keys, int panel) const {
+    if (!bool_mask || is_empty(keys) || p.bool_mask.col_stride != 1) return keys;
+    Interval found = {keys.end, keys.begin};
+    for (int i = 0; i < count && (found.begin > keys.begin || found.end < keys.end); i++) {
+      const uint8_t* bytes = bool_mask + rows[i].head * p.bool_mask.head_stride + rows[i].query * p.bool_mask.row_stride;
+      int begin = keys.begin, end = keys.end;
+      while (begin < found.begin && !bytes[begin]) begin++;
+      while (end > found.end && end > begin && !bytes[end - 1]) end--;
+      found = {min_of(found.begin, begin), max_of(found.end, end)};
+    }
+    return is_empty(found) ? Interval{0, 0} : intersect({round_down(found.begin, panel), round_up(found.end, panel)}, keys.begin, keys.end);
+  }
+
   // Whether apply() leaves this pair visible: for the rare products that must skip what is hidden.
   bool visible(const TileRow& row, int key) const {
     if (!contains(row.keys, key)) return false;
