@@ -432,14 +432,10 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     }
   }
   void add_bias_row(int64_t batch, const TileRow& row, int begin, int count, const Real* grads) const {
-    const TensorView& view = params.grad_bias;
-    Real* to = (Real*)view.data + batch_offset(p, view, batch) + row.head * view.head_stride + row.query * view.row_stride + begin * view.col_stride;
-    if (view.col_stride == 1) {
-      int j = 0;
-      for (; j + V::kLanes <= count; j += V::kLanes) (V::load(to + j) + V::load(grads + j)).store(to + j);
-      for (; j < count; j++) to[j] += grads[j];
-    } else
-      for (int j = 0; j < count; j++) to[j * view.col_stride] += grads[j];
+    Real* to = (Real*)params.grad_bias.data + bias_offset(batch, row.head) + row.query * params.grad_bias.row_stride + begin;
+    int j = 0;
+    for (; j + V::kLanes <= count; j += V::kLanes) (V::load(to + j) + V::load(grads + j)).store(to + j);
+    for (; j < count; j++) to[j] += grads[j];
   }
 
   // Pairs where they are still rows, and zeros around the columns that were computed: the blocks of keys may read there.

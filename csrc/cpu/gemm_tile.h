@@ -39,9 +39,6 @@ ALWAYS_INLINE int round_down(int x, int step) { return x / step * step; }
 // How element (i, k) of the left operand is found: RowMajor at a[i * stride + k], Transposed at a[k * stride + i].
 enum class Left { RowMajor, Transposed };
 enum class Store { Overwrite, Accumulate };
-template <Store kValue> struct StoreConstant {
-  static constexpr Store value = kValue;
-};
 
 template <Left kLeft, Store kStore, int kRows, int kVectors, class Unit>
 ALWAYS_INLINE void gemm_block(int k_size, const Unit* a, long a_stride, const Unit* b, Accumulator<Unit>* c, long c_stride) {
