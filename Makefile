@@ -5,7 +5,7 @@
 
 PYTHON ?= $(or $(if $(VIRTUAL_ENV),$(wildcard $(VIRTUAL_ENV)/bin/python)),python3)
 JOBS ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
-OP ?= attention
+OP ?=
 ARGS ?=
 
 has_torch = import importlib.metadata as m; assert [int(n) for n in m.version("torch").split(".")[:2]] >= [2, 10]
@@ -39,7 +39,7 @@ help:
 	@echo 'make compare [ARGS=--quick]   build, then compare with PyTorch: parity, speed, memory, real models; results in compare-results'
 	@echo 'make test | test-fast         build, then run the tests (test-fast leaves out the slow ones)'
 	@echo 'make check | format           formatting, lint, types, layers, file sizes, symbols, the example'
-	@echo 'make bench [OP=attention]     the benchmark of one operator'
+	@echo 'make bench [OP=attention]     the benchmark, of one operator (attention, linear) if named'
 	@echo 'make dev                      editable build in $(ENV)'
 	@echo 'make dist                     sdist, a wheel built from it, and that wheel tried in a fresh environment'
 	@echo 'make clean                    remove builds and caches; remove .venv by hand'

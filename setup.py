@@ -90,7 +90,7 @@ setup(
     ext_modules=[
         Extension(
             "tiled_attention._cpu",
-            sources=["csrc/library.cpp", "csrc/attention.cpp", "csrc/cpu/select.cpp"],
+            sources=["csrc/library.cpp", "csrc/attention.cpp", "csrc/linear_attention.cpp", "csrc/cpu/select.cpp"],
             depends=[*sorted(glob("csrc/*.h")), *KERNEL_HEADERS, KERNEL_SOURCE, "setup.py"],
             include_dirs=include_paths(),
             # Stable ABI of torch 2.10 and later; no symbol of Python is used.

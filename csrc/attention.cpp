@@ -43,14 +43,6 @@ struct ScoreShape {
   int64_t leading() const { return rank - 3; }
 };
 
-// key or value: (..., num_heads_kv, seqlen_kv, any) with the leading dimensions of query.
-void check_key_or_value(const Tensor& tensor, const Tensor& query) {
-  check_same_dtype(tensor, query);
-  bool fits = tensor.rank == query.rank;
-  for (int64_t i = 0; fits && i < query.rank - 3; ++i) fits = tensor.size(i) == query.size(i);
-  if (!fits) fail(tensor.name, " must have the leading dimensions of query, of shape ", query.shape(), ", got shape ", tensor.shape());
-}
-
 // Checks all arguments, fills `params` but for results and batch dimensions, and adds the tensors to `batch_dims`.
 ScoreShape check_attention(AttentionArguments* args, AttentionParams* params, BatchDims* batch_dims) {
   Tensor &query = args->query, &key = args->key, &value = args->value;
@@ -180,15 +172,6 @@ void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = out.release();
   stack[1] = lse.release();
   stack[2] = residual.release();
-}
-
-// Of the same dtype and shape as `like`, but for the last size.
-void check_like(const Tensor& tensor, const Tensor& like, int64_t last_size) {
-  check_same_dtype(tensor, like);
-  int64_t expected[kMaxRank];
-  std::memcpy(expected, like.sizes, static_cast<size_t>(like.rank) * sizeof(int64_t));
-  expected[like.rank - 1] = last_size;
-  check_shape(tensor, expected, like.rank);
 }
 
 // lse or its gradient: Real (..., num_heads, seqlen_q), made contiguous.

@@ -80,6 +80,23 @@ inline const void* check_array(Tensor* tensor, int32_t dtype, int64_t count) {
   return tensor->data;
 }
 
+// key or value: (..., num_heads_kv, seqlen_kv, any) with the leading dimensions of query.
+inline void check_key_or_value(const Tensor& tensor, const Tensor& query) {
+  check_same_dtype(tensor, query);
+  bool fits = tensor.rank == query.rank;
+  for (int64_t i = 0; fits && i < query.rank - 3; ++i) fits = tensor.size(i) == query.size(i);
+  if (!fits) fail(tensor.name, " must have the leading dimensions of query, of shape ", query.shape(), ", got shape ", tensor.shape());
+}
+
+// Of the same dtype and shape as `like`, but for the last size.
+inline void check_like(const Tensor& tensor, const Tensor& like, int64_t last_size) {
+  check_same_dtype(tensor, like);
+  int64_t expected[kMaxRank];
+  std::memcpy(expected, like.sizes, static_cast<size_t>(like.rank) * sizeof(int64_t));
+  expected[like.rank - 1] = last_size;
+  check_shape(tensor, expected, like.rank);
+}
+
 // A tensor that broadcasts to `expected`, as a view whose batch strides are set by BatchDims.
 inline void check_broadcastable(const Tensor& tensor, const int64_t* expected, int64_t rank) {
   bool fits = tensor.rank <= rank;
@@ -106,7 +123,8 @@ class BatchDims {
     operands_[count_++] = {&tensor, view};
   }
 
-  void finish(const int64_t* leading_sizes, int64_t leading, AttentionParams* params) const {
+  template <class Params>
+  void finish(const int64_t* leading_sizes, int64_t leading, Params* params) const {
     int dims = 0;
     params->batch = 1;
     for (int64_t i = 0; i < leading; ++i) {

@@ -53,6 +53,8 @@ bool in_forked_child() { return forked.load(std::memory_order_relaxed); }
   "Tensor? query_offset, Tensor? dropout_seed, float scale, float softcap, float dropout_p, SymInt[] intervals, " \
   "SymInt[] dropout_offsets"
 #define ATTENTION_ARGUMENTS "Tensor query, Tensor key, Tensor value, " MASKS_AND_SCORES("Tensor? sinks, ")
+#define LINEAR_INPUTS "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? log_decay, "
+#define LINEAR_ARGUMENTS LINEAR_INPUTS "Tensor? initial_kv, Tensor? initial_k_sum, int query_map, int key_map, bool causal, bool normalize, float scale"
 
 STABLE_TORCH_LIBRARY(tiled_attention, m) {
   // No autograd formula: inference, and the eager autograd function inside itself.
@@ -64,6 +66,14 @@ STABLE_TORCH_LIBRARY(tiled_attention, m) {
         ", Tensor out, Tensor lse, Tensor residual, int gradients) -> (Tensor grad_query, Tensor grad_key, "
         "Tensor grad_value, Tensor grad_bias, Tensor grad_alibi_slopes, Tensor grad_sinks)");
   m.def("attention_weights(Tensor query, Tensor key, " MASKS_AND_SCORES("") ", Tensor lse, Tensor? rows, bool average) -> Tensor");
+  m.def("linear_attention_fwd(" LINEAR_ARGUMENTS ") -> (Tensor out, Tensor kv, Tensor k_sum)");
+  m.def("linear_attention(" LINEAR_ARGUMENTS ") -> (Tensor out, Tensor kv, Tensor k_sum)");
+  m.def("linear_attention_bwd(Tensor grad_out, Tensor? grad_kv, Tensor? grad_k_sum, " LINEAR_ARGUMENTS
+        ", int gradients) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_log_decay, "
+        "Tensor grad_initial_kv, Tensor grad_initial_k_sum)");
+  m.def("linear_attention_step(" LINEAR_INPUTS
+        "Tensor kv, Tensor k_sum, int query_map, int key_map, bool normalize, float scale) -> (Tensor out, Tensor kv, Tensor k_sum)");
+  m.def("linear_attention_step_(" LINEAR_INPUTS "Tensor(a!) kv, Tensor(b!) k_sum, int query_map, int key_map, bool normalize, float scale) -> Tensor");
   m.def("dropout_mask(Tensor seed, float dropout_p, SymInt batch, SymInt num_heads, SymInt seqlen_q, SymInt seqlen_kv, "
         "SymInt[] dropout_offsets) -> Tensor");
   m.def("_mask_dense(SymInt[] intervals, Tensor? key_lengths, Tensor? documents, Tensor? query_offset, SymInt batch, "

@@ -54,6 +54,13 @@ def main() -> None:
     weights = torch.where(kept, ta.attention_weights(query, key) / 0.75, 0.0)
     check("dropout_mask", out, weights @ value.repeat_interleave(4, dim=1))
 
+    # Linear attention: the whole sequence, and the same from a state and one more token.
+    key, value = torch.randn(2, 8, 100, 64), torch.randn(2, 8, 100, 64)
+    whole = ta.linear_attention(query, key, value, causal=True)
+    _, state = ta.linear_attention(query[:, :, :99], key[:, :, :99], value[:, :, :99], causal=True, return_state=True)
+    last, _ = ta.linear_attention_step(query[:, :, 99:], key[:, :, 99:], value[:, :, 99:], state)
+    check("linear_attention_step", last, whole[:, :, 99:])
+
     # A module that reads the state_dict of nn.MultiheadAttention.
     stock = nn.MultiheadAttention(256, 8, batch_first=True)
     ours = ta.MultiheadAttention(256, 8, batch_first=True)

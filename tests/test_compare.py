@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tiled_attention.__main__ import main
-from tiled_attention.compare import command, memory, models, parity, peers, problem, served, speed, text, timing, training
+from tiled_attention.compare import command, linear, memory, models, parity, peers, problem, served, speed, text, timing, training
 from tiled_attention.testing import Case
 
 SIZES = (64,)
@@ -35,10 +35,10 @@ def results(finished):
 def test_command_succeeds_and_writes_json_and_plots(finished, results):
     folder, process = finished
     assert process.returncode == 0, process.stdout + process.stderr
-    for name in ("parity.png", "speed.png", "memory.png", "training.png"):
+    for name in ("parity.png", "speed.png", "memory.png", "linear.png", "training.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
     assert results["version"] == 1 and results["quick"] is True and results["failures"] == []
-    assert set(results["seconds"]) == {"parity", "speed", "memory", "models", "training"}
+    assert set(results["seconds"]) == {"parity", "speed", "memory", "linear", "models", "training"}
 
 
 def test_json_describes_the_machine(results):
@@ -77,6 +77,17 @@ def test_json_has_memory_of_every_implementation(results):
     assert all(row["stopped"] or row["bytes"] >= 0 for row in rows)
 
 
+def test_json_has_linear_attention(results):
+    found = results["linear"]
+    assert {row["case"] for row in found["parity"]} == set(linear.cases(SIZES[0])) and all(row["passed"] for row in found["parity"])
+    assert {row["tensor"] for row in found["parity"]} >= {"out", "final_kv", "grad_query", "grad_log_decay", "grad_kv", "grad_k_sum"}
+    assert {(row["variant"], row["n"]) for row in found["speed"]} == {(name, n) for name in linear.VARIANTS for n in SIZES}
+    assert set(found["crossover"]) == {"forward", "forward+backward"}
+    assert {row["implementation"] for row in found["memory"]} == set(linear.MEMORY)
+    assert len({row["bytes"]["linear"] for row in found["decode"]}) == 1 and len(found["decode"]) == len(linear.POSITIONS)
+    assert "missing" in found["favor"] or [row["num_features"] for row in found["favor"]["rows"]] == [0, 64, 256]
+
+
 def test_json_has_models_and_training(results):
     (encoder,) = results["models"]
     assert encoder["model"] == "all-MiniLM-L6-v2"
@@ -97,6 +108,7 @@ def recorded(monkeypatch, results):
     earlier = copy.deepcopy(results)
     monkeypatch.setattr(speed, "run", lambda *_: earlier["speed"])
     monkeypatch.setattr(memory, "run", lambda *_: earlier["memory"])
+    monkeypatch.setattr(linear, "run", lambda *_: earlier["linear"])
     monkeypatch.setattr(models, "sentence_encoder", lambda *_: earlier["models"][0])
     monkeypatch.setattr(training, "run", lambda *_: earlier["training"])
     cases = parity.cases

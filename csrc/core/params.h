@@ -85,4 +85,36 @@ struct AttentionWeightsParams {
   TensorView weights;    // Real
 };
 
+// What a linear attention feature map does to each element.
+enum class FeatureMap : int32_t { kIdentity, kEluPlusOne, kRelu, kExp };
+
+// With a = query_map(query), b = key_map(key) and, per token or per feature, g = log_decay:
+//   S_t = exp(g_t) S_(t-1) + b_t v_t^T     z_t = exp(g_t) z_(t-1) + b_t     out_t = a_t S_t / (a_t . z_t)
+struct LinearAttentionParams {
+  DType dtype = DType::kFloat32;
+  FeatureMap query_map = FeatureMap::kEluPlusOne, key_map = FeatureMap::kEluPlusOne;
+  bool causal = false;     // otherwise every query reads the last state; causal: seqlen_q == seqlen_kv
+  bool normalize = true;   // otherwise out_t = scale a_t S_t
+  double scale = 1;
+  int num_batch_dims = 0;
+  int64_t batch_sizes[kMaxBatchDims] = {};
+  int64_t batch = 1, num_heads = 0, num_heads_kv = 0, seqlen_q = 0, seqlen_kv = 0, head_dim = 0, head_dim_v = 0;
+  TensorView query, key, value, out;  // dtype
+  TensorView key_mask;                // bytes, 0 = the key counts in neither sum; keys along the columns; may be absent
+  TensorView log_decay;               // Real, <= 0, one column or head_dim columns; may be absent; causal only
+  bool decay_per_feature = false;
+  // Real, contiguous [batch][num_heads_kv][head_dim][head_dim_v] and [..][head_dim]. Initial: both null are zeros.
+  const void *initial_kv = nullptr, *initial_k_sum = nullptr;
+  void *final_kv = nullptr, *final_k_sum = nullptr;  // may be null in backward
+};
+
+struct LinearAttentionBackwardParams {
+  LinearAttentionParams forward;  // out and the final state are not read
+  TensorView grad_out;            // dtype
+  const void *grad_final_kv = nullptr, *grad_final_k_sum = nullptr;  // like the state; may be null
+  TensorView grad_query, grad_key, grad_value;                       // dtype
+  TensorView grad_log_decay;                                         // Real, like log_decay; may be absent
+  void *grad_initial_kv = nullptr, *grad_initial_k_sum = nullptr;    // like the state; may be null
+};
+
 }  // namespace tiled_attention

@@ -88,12 +88,13 @@ __attribute__((noinline)) void gemm_panel(int rows, int k_size, const Unit* a, l
 }
 
 // c[rows][cols] (+)= a[rows][k] b[k][cols]; `b_panel_stride` units from one panel to the next. Rows are computed up to
-// a multiple of kRowStep and columns up to whole vectors: a and c must have room for them.
-template <Left kLeft, Store kStore, class Unit>
+// a multiple of kRowStep and columns up to whole vectors: a and c must have room for them. Each element is one chain of
+// multiply-adds in the order of k, whatever the blocks; what is accumulated to is added last.
+template <Left kLeft, Store kStore, int kRows = kBlockRows, class Unit>
 inline void gemm(int rows, int cols, int k_size, const Unit* a, long a_stride, const Unit* b, long b_panel_stride, Accumulator<Unit>* c, long c_stride) {
   for (; cols > kLanes<Unit>; cols -= kPanel<Unit>, b += b_panel_stride, c += kPanel<Unit>)
-    gemm_panel<kLeft, kStore, kBlockRows, kBlockVectors>(rows, k_size, a, a_stride, b, c, c_stride);
-  if (cols > 0) gemm_panel<kLeft, kStore, kBlockRows, 1>(rows, k_size, a, a_stride, b, c, c_stride);
+    gemm_panel<kLeft, kStore, kRows, kBlockVectors>(rows, k_size, a, a_stride, b, c, c_stride);
+  if (cols > 0) gemm_panel<kLeft, kStore, kRows, 1>(rows, k_size, a, a_stride, b, c, c_stride);
 }
 
 }  // namespace KERNEL_ISA

@@ -3,6 +3,9 @@
 #include "attention_bwd.h"
 #include "attention_fwd.h"
 #include "attention_weights.h"
+#include "linear_bwd_chunk.h"
+#include "linear_bwd_gated.h"
+#include "linear_step.h"
 
 namespace tiled_attention {
 inline namespace KERNEL_ISA {
@@ -49,6 +52,37 @@ static size_t attention_weights_scratch(const AttentionWeightsParams& p, const T
 }
 static void attention_weights(const AttentionWeightsParams& p, const ThreadPool& pool, void* scratch) {
   with_kernel<Weights>(p, p.forward, pool, [&](const auto& kernel) { kernel.run(scratch); });
+}
+
+// Calls f with the kernel for the dtype and the kind of decay.
+template <class F>
+static auto with_linear_forward(const LinearAttentionParams& p, const ThreadPool& pool, const F& f) {
+  return dispatch(p.dtype, [&](auto element, auto) {
+    using T = decltype(element);
+    if (!p.log_decay.data) return f(LinearForward<T, false>(p, pool));
+    if (!p.decay_per_feature) return f(LinearForward<T, true>(p, pool));
+    return f(LinearGatedForward<T>(p, pool));
+  });
+}
+template <class F>
+static auto with_linear_backward(const LinearAttentionBackwardParams& params, const ThreadPool& pool, const F& f) {
+  return dispatch(params.forward.dtype, [&](auto element, auto) {
+    using T = decltype(element);
+    if (!params.forward.log_decay.data) return f(LinearBackward<T, LinearChunk<T, false>>(params, pool));
+    if (!params.forward.decay_per_feature) return f(LinearBackward<T, LinearChunk<T, true>>(params, pool));
+    return f(LinearBackward<T, LinearTokens<T>>(params, pool));
+  });
+}
+static size_t linear_fwd_scratch(const LinearAttentionParams& p, const ThreadPool& pool) { return with_linear_forward(p, pool, scratch_bytes); }
+static void linear_fwd(const LinearAttentionParams& p, const ThreadPool& pool, void* scratch) {
+  with_linear_forward(p, pool, [&](const auto& kernel) { kernel.run(scratch); });
+}
+static size_t linear_bwd_scratch(const LinearAttentionBackwardParams& p, const ThreadPool& pool) { return with_linear_backward(p, pool, scratch_bytes); }
+static void linear_bwd(const LinearAttentionBackwardParams& p, const ThreadPool& pool, void* scratch) {
+  with_linear_backward(p, pool, [&](const auto& kernel) { kernel.run(scratch); });
+}
+static void linear_step(const LinearAttentionParams& p, const ThreadPool& pool) {
+  dispatch(p.dtype, [&](auto element, auto) { LinearStep<decltype(element)>{p}.run(linear_workers(pool, p)); });
 }
 
 static void dropout_mask(const DropoutParams& p, int64_t batch, int64_t num_heads, int64_t seqlen_q, int64_t seqlen_kv, const ThreadPool& pool, bool* keep) {
@@ -115,11 +149,21 @@ static double peak(DType dtype) {
 extern const Kernels kernels;
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
-const Kernels kernels = {STRING(KERNEL_ISA), attention_fwd_scratch,
-                         attention_fwd,      attention_bwd_scratch,
-                         attention_bwd,      attention_weights_scratch,
-                         attention_weights,  dropout_mask,
-                         mask_dense,         peak};
+const Kernels kernels = {STRING(KERNEL_ISA),
+                         attention_fwd_scratch,
+                         attention_fwd,
+                         attention_bwd_scratch,
+                         attention_bwd,
+                         attention_weights_scratch,
+                         attention_weights,
+                         linear_fwd_scratch,
+                         linear_fwd,
+                         linear_bwd_scratch,
+                         linear_bwd,
+                         linear_step,
+                         dropout_mask,
+                         mask_dense,
+                         peak};
 
 }  // namespace KERNEL_ISA
 }  // namespace tiled_attention

@@ -37,7 +37,8 @@ struct Matrix {
   int64_t row_stride, col_stride;
   ALWAYS_INLINE T* row(int64_t i) const { return data + i * row_stride; }
 };
-inline int64_t batch_offset(const AttentionParams& p, const TensorView& view, int64_t batch) {
+template <class Params>
+inline int64_t batch_offset(const Params& p, const TensorView& view, int64_t batch) {
   int64_t offset = 0;
   for (int d = p.num_batch_dims - 1; d >= 0; d--) {
     offset += batch % p.batch_sizes[d] * view.batch_strides[d];
@@ -45,8 +46,8 @@ inline int64_t batch_offset(const AttentionParams& p, const TensorView& view, in
   }
   return offset;
 }
-template <class T>
-inline Matrix<T> matrix(const AttentionParams& p, const TensorView& view, int64_t batch, int64_t head) {
+template <class T, class Params>
+inline Matrix<T> matrix(const Params& p, const TensorView& view, int64_t batch, int64_t head) {
   return {(T*)view.data + batch_offset(p, view, batch) + head * view.head_stride, view.row_stride, view.col_stride};
 }
 

@@ -1,26 +1,11 @@
 #pragma once
 // How a call is cut into items for the threads, and how a head is cut into tiles of query rows.
 
-#include "kernels.h"
 #include "score_block.h"
+#include "workers.h"
 
 namespace tiled_attention {
 inline namespace KERNEL_ISA {
-
-// Calls f(worker, item) for every item; workers take the next one as they become free.
-template <class F>
-inline void for_each_item(const ThreadPool& pool, int64_t items, const F& f) {
-  struct Context {
-    const F* f;
-    int64_t items, next;
-  } context = {&f, items, 0};
-  const auto body = [](void* memory, int worker) {
-    Context& c = *(Context*)memory;
-    for (int64_t item; (item = __atomic_fetch_add(&c.next, 1, __ATOMIC_RELAXED)) < c.items;) (*c.f)(worker, item);
-  };
-  if (pool.num_workers <= 1 || items <= 1) return body(&context, 0);
-  pool.run(int(items < pool.num_workers ? items : pool.num_workers), body, &context);
-}
 
 // The pool with as many workers as the call has work for: waking a thread costs as much as some 10^5 multiply-adds.
 inline ThreadPool with_workers(ThreadPool pool, const AttentionParams& p) {

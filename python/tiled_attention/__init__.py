@@ -3,6 +3,9 @@
 from . import numpy_reference, reference
 from .attention import attention, dropout_mask, merge_attention
 from .convert import convert
+from .favor import FavorFeatures
+from .linear_attention import LinearState, linear_attention, linear_attention_step
+from .linear_module import LinearAttention
 from .masks import Causal, Chunked, Documents, KeyLengths, Mask, PrefixLM, Sinks, SlidingWindow
 from .multihead_attention import MultiheadAttention
 from .override import override_sdpa
@@ -13,7 +16,10 @@ __all__ = [
     "Causal",
     "Chunked",
     "Documents",
+    "FavorFeatures",
     "KeyLengths",
+    "LinearAttention",
+    "LinearState",
     "Mask",
     "MultiheadAttention",
     "PrefixLM",
@@ -23,6 +29,8 @@ __all__ = [
     "attention_weights",
     "convert",
     "dropout_mask",
+    "linear_attention",
+    "linear_attention_step",
     "merge_attention",
     "numpy_reference",
     "override_sdpa",

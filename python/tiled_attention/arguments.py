@@ -34,9 +34,6 @@ class Arguments(NamedTuple):
     dropout_offsets: Sequence[int]  # [] or batch, head, query, key
 
 
-DIFFERENTIABLE = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
-
-
 class Gradients(NamedTuple):
     """The results of `attention_bwd`, and tangents of its namesakes."""
 
@@ -46,6 +43,39 @@ class Gradients(NamedTuple):
     bias: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+
+
+class LinearArguments(NamedTuple):
+    """The arguments of `linear_attention_fwd`, `linear_attention` and `linear_attention_bwd` in schema order."""
+
+    query: Tensor  # (..., num_heads, seqlen_q, head_dim)
+    key: Tensor  # (..., num_heads_kv, seqlen_kv, head_dim)
+    value: Tensor  # (..., num_heads_kv, seqlen_kv, head_dim_v)
+    key_mask: Tensor | None  # bool, full rank, broadcastable to (..., num_heads_kv, 1, seqlen_kv)
+    log_decay: Tensor | None  # Real (..., num_heads_kv, seqlen_kv, 1 or head_dim)
+    initial_kv: Tensor | None  # Real (..., num_heads_kv, head_dim, head_dim_v)
+    initial_k_sum: Tensor | None  # Real (..., num_heads_kv, head_dim)
+    query_map: int  # 0 identity, 1 elu + 1, 2 relu, 3 exp
+    key_map: int
+    causal: bool
+    normalize: bool
+    scale: float
+
+
+class LinearGradients(NamedTuple):
+    """The results of `linear_attention_bwd`, and tangents of its namesakes."""
+
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    log_decay: Tensor | None
+    initial_kv: Tensor | None
+    initial_k_sum: Tensor | None
+
+
+# Of all operators: the leading arguments that are tensors, and the places of those that are differentiable, in the order of the gradients.
+TENSORS = {Arguments: 11, LinearArguments: 7}
+POSITIONS = (0, 1, 2, 4, 5, 6)
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:

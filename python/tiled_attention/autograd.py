@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,13 +11,11 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from . import batching, derivatives
-from .arguments import Arguments, Gradients
+from .arguments import POSITIONS, TENSORS, Arguments, Gradients
 from .library import ops
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _functorch_active = torch._C._are_functorch_transforms_active
-_TENSORS = 11  # leading fields of Arguments that are tensors
-_POSITIONS = (0, 1, 2, 4, 5, 6)  # of the differentiable arguments, in the order of Gradients
 
 
 def is_differentiating() -> bool:
@@ -24,42 +23,47 @@ def is_differentiating() -> bool:
     return torch.is_grad_enabled() or _functorch_active() or forward_ad._current_level >= 0
 
 
-def _save(ctx: Any, args: Arguments, *others: Tensor | None) -> None:
-    tensors = (*args[:_TENSORS], *others)
-    ctx.options = args[_TENSORS:]
+def save(ctx: Any, args: Any, *others: Tensor | None) -> None:
+    """Keeps `args`, the arguments of an operator, and other tensors for `saved` and `saved_primals`."""
+    count = TENSORS[type(args)]
+    tensors = (*args[:count], *others)
+    ctx.kind, ctx.options = type(args), args[count:]
     ctx.save_for_backward(*tensors)
     if forward_ad._current_level >= 0:
         ctx.save_for_forward(*tensors)
     ctx.set_materialize_grads(False)
 
 
-def _saved(ctx: Any) -> tuple[Arguments, tuple[Tensor, ...]]:
-    tensors = ctx.saved_tensors
-    return Arguments(*tensors[:_TENSORS], *ctx.options), tensors[_TENSORS:]
+def saved(ctx: Any) -> tuple[Any, tuple[Any, ...]]:
+    return _parts(ctx, ctx.saved_tensors)
 
 
-def _saved_primals(ctx: Any) -> tuple[Arguments, tuple[Any, ...]]:
-    """As `_saved`, without the tangents of this level of forward mode. Those of outer levels stay, and torch drops them while jvp runs
-    unless the
-    formula is computed under `_outer_levels()`."""
-    tensors: list[Any] = [None if tensor is None else forward_ad.unpack_dual(tensor, level=0).primal for tensor in ctx.saved_tensors]
-    return Arguments(*tensors[:_TENSORS], *ctx.options), tuple(tensors[_TENSORS:])
+def saved_primals(ctx: Any) -> tuple[Any, tuple[Any, ...]]:
+    """As `saved`, without the tangents of this level of forward mode. Those of outer levels stay, and torch drops them while jvp runs
+    unless the formula is computed under `outer_levels()`."""
+    return _parts(ctx, [None if tensor is None else forward_ad.unpack_dual(tensor, level=0).primal for tensor in ctx.saved_tensors])
 
 
-def _outer_levels() -> Any:
+def _parts(ctx: Any, tensors: Sequence[Tensor | None]) -> tuple[Any, tuple[Any, ...]]:
+    count = TENSORS[ctx.kind]
+    return ctx.kind(*tensors[:count], *ctx.options), tuple(tensors[count:])
+
+
+def outer_levels() -> Any:
     return forward_ad._set_fwd_grad_enabled(True)
 
 
-def spread(gradients: Gradients) -> list[Tensor | None]:
-    """Per field of Arguments."""
-    result: list[Tensor | None] = [None] * len(Arguments._fields)
-    for at, gradient in zip(_POSITIONS, gradients):
+def spread(gradients: Sequence[Tensor | None], kind: Any = Arguments) -> list[Tensor | None]:
+    """Per field of `kind`, the arguments of the operator."""
+    result: list[Tensor | None] = [None] * len(kind._fields)
+    for at, gradient in zip(POSITIONS, gradients):
         result[at] = gradient
     return result
 
 
-def _pick(per_argument: Any) -> Gradients:
-    return Gradients(*(per_argument[at] for at in _POSITIONS))
+def pick(per_argument: Any, kind: Any = Gradients) -> Any:
+    """The entries of the differentiable arguments, as `kind`."""
+    return kind(*(per_argument[at] for at in POSITIONS))
 
 
 class Attention(torch.autograd.Function):
@@ -73,18 +77,18 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.mark_non_differentiable(output[2])
-        _save(ctx, Arguments(*inputs), *output)
+        save(ctx, Arguments(*inputs), *output)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> Any:
-        args, (out, lse, residual) = _saved(ctx)
-        return tuple(spread(attention_gradients(grad_out, grad_lse, args, out, lse, residual, _pick(ctx.needs_input_grad))))
+        args, (out, lse, residual) = saved(ctx)
+        return tuple(spread(attention_gradients(grad_out, grad_lse, args, out, lse, residual, pick(ctx.needs_input_grad))))
 
     @staticmethod
     def jvp(ctx: Any, *directions: Any) -> Any:
-        args, _ = _saved_primals(ctx)
-        with _outer_levels():
-            return (*derivatives.tangents(args, _pick(directions)), None)
+        args, _ = saved_primals(ctx)
+        with outer_levels():
+            return (*derivatives.tangents(args, pick(directions)), None)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -126,13 +130,13 @@ class AttentionBackward(torch.autograd.Function):
         grad_out, grad_lse, *args, _, _, _, gradients = inputs
         ctx.wanted = tuple(bool(gradients >> at & 1) for at in range(6))
         ctx.mark_non_differentiable(*(result for result, want in zip(output, ctx.wanted) if not want))
-        _save(ctx, Arguments(*args), grad_out, grad_lse)
+        save(ctx, Arguments(*args), grad_out, grad_lse)
 
     @staticmethod
     def backward(ctx: Any, *directions: Any) -> Any:
-        args, (grad_out, grad_lse) = _saved(ctx)
+        args, (grad_out, grad_lse) = saved(ctx)
         needed = ctx.needs_input_grad
-        wanted: Any = _pick(needed[2:])
+        wanted: Any = pick(needed[2:])
         moving = Gradients(*directions)
         grad_out_cotangent = grad_lse_cotangent = None
         if all(direction is None for direction in directions):
@@ -151,9 +155,9 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, grad_out_t: Tensor | None, grad_lse_t: Tensor | None, *directions: Any) -> Any:
-        args, (grad_out, grad_lse) = _saved_primals(ctx)
-        with _outer_levels():
-            return tuple(derivatives.gradient_tangents(args, grad_out, grad_lse, _pick(directions), grad_out_t, grad_lse_t, ctx.wanted))
+        args, (grad_out, grad_lse) = saved_primals(ctx)
+        with outer_levels():
+            return tuple(derivatives.gradient_tangents(args, grad_out, grad_lse, pick(directions), grad_out_t, grad_lse_t, ctx.wanted))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -174,13 +178,13 @@ class AttentionWeights(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *args, lse, rows, ctx.average = inputs
-        _save(ctx, without_value(args), lse, rows)
+        save(ctx, without_value(args), lse, rows)
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor | None) -> Any:
         if grad_weights is None:
             return (None,) * 17
-        args, (lse, rows) = _saved(ctx)
+        args, (lse, rows) = saved(ctx)
         needed = ctx.needs_input_grad
         wanted = (needed[0], needed[1], False, needed[3], needed[4], False)
         gradients, grad_lse = derivatives.weights_gradients(args, lse, grad_weights, ctx.average, rows, wanted)
@@ -189,9 +193,9 @@ class AttentionWeights(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *directions: Any) -> Any:
-        args, (lse, rows) = _saved_primals(ctx)
+        args, (lse, rows) = saved_primals(ctx)
         moving = Gradients(directions[0], directions[1], None, directions[3], directions[4], None)
-        with _outer_levels():
+        with outer_levels():
             return derivatives.weights_tangent(args, lse, moving, directions[14], ctx.average, rows)
 
     @staticmethod

@@ -6,7 +6,7 @@ calls with dropout, since a sample counts its random numbers from batch item 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,15 @@ from torch import Tensor
 class Batching:
     """How the arguments of one operator fold. Each set holds positions in its argument list."""
 
-    def __init__(self, *, leading: set[int], broadcast: set[int], vectors: set[int], shared: set[int], dropout_p: int) -> None:
+    def __init__(
+        self,
+        *,
+        leading: set[int],
+        broadcast: set[int],
+        vectors: Collection[int] = (),
+        shared: Collection[int] = (),
+        dropout_p: int | None = None,
+    ) -> None:
         self.leading = leading  # (leading..., ...) tensors: the mapped dimension goes first
         self.broadcast = broadcast  # broadcastable to (leading..., num_heads, rows, cols): likewise, at full rank
         self.vectors = vectors  # (batch,) tensors, where batch is the product of the leading dimensions
@@ -24,7 +32,7 @@ class Batching:
         self.dropout_p = dropout_p
 
     def must_loop(self, in_dims: Sequence[Any], args: Sequence[Any]) -> bool:
-        return args[self.dropout_p] > 0 or any(in_dims[at] is not None for at in self.shared)
+        return (self.dropout_p is not None and args[self.dropout_p] > 0) or any(in_dims[at] is not None for at in self.shared)
 
     def fold(self, size: int, in_dims: Sequence[Any], args: Sequence[Any], rank: int) -> list[Any]:
         """The arguments of one call on all samples; `rank`: that of one sample's query."""
@@ -112,3 +120,28 @@ def map_weights(call: Callable[..., Any], size: int, in_dims: Sequence[Any], arg
     if WEIGHTS.must_loop(in_dims, args):
         return loop(call, size, in_dims, args)
     return call(*WEIGHTS.fold(size, in_dims, args, args[0].dim() - (in_dims[0] is not None))), 0
+
+
+# Positions in (query, key, value, key_mask, log_decay, initial_kv, initial_k_sum, ...), which is that of a step, too.
+LINEAR = Batching(leading={0, 1, 2, 4, 5, 6}, broadcast={3})
+# The same after (grad_out, grad_kv, grad_k_sum).
+LINEAR_BACKWARD = Batching(leading={0, 1, 2, 3, 4, 5, 7, 8, 9}, broadcast={6})
+
+
+def _fold_linear(rule: Batching, size: int, in_dims: Sequence[Any], args: Sequence[Any], query: int) -> list[Any]:
+    """`query`: the position of query. A key_mask stands three places further, and has the rank of query."""
+    folded = rule.fold(size, in_dims, args, args[query].dim() - (in_dims[query] is not None))
+    if args[query + 3] is not None and in_dims[query + 3] is None:
+        folded[query + 3] = args[query + 3].unsqueeze(0)
+    return folded
+
+
+def map_linear(call: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
+    """Rule of linear_attention and linear_attention_step, -> (out, kv, k_sum)."""
+    return tuple(call(*_fold_linear(LINEAR, size, in_dims, args, 0))), (0, 0, 0)
+
+
+def map_linear_backward(call: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
+    """Rule of (grad_out, grad_kv, grad_k_sum, ..., gradients) -> 6 gradients."""
+    results = call(*_fold_linear(LINEAR_BACKWARD, size, in_dims, args, 3))
+    return tuple(results), tuple(0 if args[-1] >> at & 1 else None for at in range(6))

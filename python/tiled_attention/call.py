@@ -22,14 +22,14 @@ run_forward = ops.attention_fwd.default._op  # past the Python part of OpOverloa
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _functorch_active = torch._C._are_functorch_transforms_active
-_autocast_active = torch._C._is_any_autocast_enabled
+autocast_active = torch._C._is_any_autocast_enabled
 
 
 def runs_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether a call with these three tensors alone is neither traced, transformed, cast nor recorded."""
     return not (
         _is_compiling()
-        or _autocast_active()
+        or autocast_active()
         or _functorch_active()
         or forward_ad._current_level >= 0
         or (_is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
@@ -83,7 +83,7 @@ def prepare(
         raise ValueError(f"key must have the rank of query, got key {tuple(key.shape)} and query {tuple(query.shape)}")
     if not query.dtype.is_floating_point:
         raise TypeError(f"query must be float32, float64, bfloat16 or float16, got {query.dtype}")
-    if _autocast_active():
+    if autocast_active():
         query, key, value = (cast_for_autocast(tensor) for tensor in (query, key, value))
     if scale is None:
         scale = default_scale(query.shape[-1])

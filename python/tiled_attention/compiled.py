@@ -6,21 +6,23 @@ torch.func, a second derivative) raises an error that says so: the dispatcher wo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from . import batching, derivatives
-from .arguments import Arguments, Gradients
+from .arguments import POSITIONS, TENSORS, Arguments, Gradients
 from .autograd import spread, without_value
 from .library import ops
 
-_library = torch.library.Library("tiled_attention", "FRAGMENT")
+library = torch.library.Library("tiled_attention", "FRAGMENT")
 # attention_weights_bwd exists for compiled code alone: one node in place of the composite.
 _WEIGHTS_ARGUMENTS = str(ops.attention_weights.default._schema).partition("(")[2].rpartition(") ->")[0]
-_library.define(
+library.define(
     f"attention_weights_bwd(Tensor grad_weights, {_WEIGHTS_ARGUMENTS}, int gradients) -> "
     "(Tensor grad_query, Tensor grad_key, Tensor grad_bias, Tensor grad_alibi_slopes, Tensor grad_lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -33,15 +35,19 @@ def _has_tangent(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.is_floating_point() and torch._VF._unpack_dual(tensor, level=0)[1] is not None
 
 
-def _refuse_forward_mode(name: str, args: Any) -> None:
-    if any(_has_tangent(arg) for arg in args):
+def refuse_forward_mode(name: str, args: Any) -> None:
+    # A trace would keep what looks for tangents, and inductor cannot take that beside an operator that mutates.
+    tracing = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    with disable_proxy_modes_tracing() if tracing else contextlib.nullcontext():
+        moving = any(_has_tangent(arg) for arg in args)
+    if moving:
         raise RuntimeError(
             f"tiled_attention::{name} has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, forward_ad): "
             "call the functions of tiled_attention in eager mode, outside torch.compile"
         )
 
 
-def _needs_gradient(name: str, args: Any) -> bool:
+def needs_gradient(name: str, args: Any) -> bool:
     needs = torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
     if needs and torch._C._are_functorch_transforms_active():
         raise RuntimeError(
@@ -51,20 +57,20 @@ def _needs_gradient(name: str, args: Any) -> bool:
     return needs
 
 
-def _redispatch(op: Any, keyset: Any, args: Any) -> Any:
+def redispatch(op: Any, keyset: Any, args: Any) -> Any:
     with _below_autograd():
         return op.redispatch(keyset & _after_autograd, *args)
 
 
-def _without_gradient(name: str, instead: str) -> Callable[..., Any]:
+def without_gradient(name: str, instead: str) -> Callable[..., Any]:
     """The Autograd kernel of an operator without a derivative of its own."""
     op = getattr(ops, name).default
 
     def kernel(keyset: Any, *args: Any) -> Any:
-        _refuse_forward_mode(name, args)
-        if _needs_gradient(name, args):
+        refuse_forward_mode(name, args)
+        if needs_gradient(name, args):
             raise RuntimeError(f"tiled_attention::{name} has no derivative: {instead}")
-        return _redispatch(op, keyset, args)
+        return redispatch(op, keyset, args)
 
     return kernel
 
@@ -72,12 +78,12 @@ def _without_gradient(name: str, instead: str) -> Callable[..., Any]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, residual = _redispatch(ops.attention.default, keyset, args)
+        out, lse, residual = redispatch(ops.attention.default, keyset, args)
         inputs = args[:-1]  # without with_residual
-        ctx.options = inputs[11:]
+        ctx.options = inputs[TENSORS[Arguments] :]
         ctx.mark_non_differentiable(residual)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:11], out, lse, residual)
+        ctx.save_for_backward(*inputs[: TENSORS[Arguments]], out, lse, residual)
         return out, lse, residual
 
     @staticmethod
@@ -87,7 +93,7 @@ class _Attention(torch.autograd.Function):
         if grad_out is None:
             grad_out = out.new_zeros(()).expand(out.shape)
         needed = ctx.needs_input_grad[1:]
-        wanted = [needed[at] for at in (0, 1, 2, 4, 5, 6)]
+        wanted = [needed[at] for at in POSITIONS]
         bits = sum(want << at for at, want in enumerate(wanted))
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         results = ops.attention_bwd(grad_out, grad_lse, *args, out, lse, residual, bits)
@@ -113,7 +119,7 @@ class _AttentionWeights(torch.autograd.Function):
         *score_args, lse, rows, ctx.average = args
         ctx.options = score_args[9:]
         ctx.save_for_backward(*score_args[:9], lse, rows)
-        return _redispatch(ops.attention_weights.default, keyset, args)
+        return redispatch(ops.attention_weights.default, keyset, args)
 
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor) -> Any:
@@ -129,33 +135,33 @@ class _AttentionWeights(torch.autograd.Function):
 
 
 def _attention(keyset: Any, *args: Any) -> Any:
-    _refuse_forward_mode("attention", args)
-    if _needs_gradient("attention", args):
+    refuse_forward_mode("attention", args)
+    if needs_gradient("attention", args):
         return _Attention.apply(keyset, *args)
-    return _redispatch(ops.attention.default, keyset, args)
+    return redispatch(ops.attention.default, keyset, args)
 
 
 def _attention_weights(keyset: Any, *args: Any) -> Any:
-    _refuse_forward_mode("attention_weights", args)
-    if _needs_gradient("attention_weights", args):
+    refuse_forward_mode("attention_weights", args)
+    if needs_gradient("attention_weights", args):
         return _AttentionWeights.apply(keyset, *args)
-    return _redispatch(ops.attention_weights.default, keyset, args)
+    return redispatch(ops.attention_weights.default, keyset, args)
 
 
-_library.impl("attention_weights_bwd", _weights_backward, "CompositeExplicitAutograd")
+library.impl("attention_weights_bwd", _weights_backward, "CompositeExplicitAutograd")
 _EAGER = "call tiled_attention.attention, or the operator tiled_attention::attention"
-_ONCE = "second derivatives exist in eager mode only, through the functions of tiled_attention"
+ONCE = "second derivatives exist in eager mode only, through the functions of tiled_attention"
 for _name, _kernel in (
     ("attention", _attention),
     ("attention_weights", _attention_weights),
-    ("attention_fwd", _without_gradient("attention_fwd", _EAGER)),
-    ("attention_bwd", _without_gradient("attention_bwd", _ONCE)),
-    ("attention_weights_bwd", _without_gradient("attention_weights_bwd", _ONCE)),
+    ("attention_fwd", without_gradient("attention_fwd", _EAGER)),
+    ("attention_bwd", without_gradient("attention_bwd", ONCE)),
+    ("attention_weights_bwd", without_gradient("attention_weights_bwd", ONCE)),
 ):
-    _library.impl(_name, _kernel, "Autograd", with_keyset=True)
+    library.impl(_name, _kernel, "Autograd", with_keyset=True)
 
 
-def _register_vmap(name: str, rule: Callable[..., Any]) -> None:
+def register_vmap(name: str, rule: Callable[..., Any]) -> None:
     op = getattr(ops, name).default
 
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -164,9 +170,9 @@ def _register_vmap(name: str, rule: Callable[..., Any]) -> None:
     torch.library.register_vmap(f"tiled_attention::{name}", vmap)
 
 
-_register_vmap("attention", batching.map_forward)
-_register_vmap("attention_fwd", batching.map_forward)
-_register_vmap("attention_bwd", batching.map_backward)
-_register_vmap("attention_weights", batching.map_weights)
-_register_vmap("attention_weights_bwd", batching.loop)
-_register_vmap("dropout_mask", batching.loop)
+register_vmap("attention", batching.map_forward)
+register_vmap("attention_fwd", batching.map_forward)
+register_vmap("attention_bwd", batching.map_backward)
+register_vmap("attention_weights", batching.map_weights)
+register_vmap("attention_weights_bwd", batching.loop)
+register_vmap("dropout_mask", batching.loop)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .arguments import Arguments, real_dtype
+from .arguments import TENSORS, Arguments, real_dtype
 from .library import ops
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -41,34 +41,40 @@ def dense_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return tensor.new_empty_strided(shape, result)
 
 
-def check(args: Arguments) -> None:
-    """The checks of the operators, but those that read values. Raises ValueError or TypeError naming the argument."""
-    query, key, value = args.query, args.key, args.value
+def check_query_key_value(query: Tensor, key: Tensor, value: Tensor | None) -> None:
+    """Dtypes, ranks and the relations of shapes. Raises ValueError or TypeError naming the argument."""
     if query.dtype not in _FLOATS:
-        raise TypeError(f"query must be float32, float64, bfloat16 or float16, got {_name(query.dtype)}")
+        raise TypeError(f"query must be float32, float64, bfloat16 or float16, got {dtype_name(query.dtype)}")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor is None:
             continue
         if tensor.dtype != query.dtype:
-            raise TypeError(f"{name} must have the dtype of query ({_name(query.dtype)}), got {_name(tensor.dtype)}")
+            raise TypeError(f"{name} must have the dtype of query ({dtype_name(query.dtype)}), got {dtype_name(tensor.dtype)}")
         if tensor.dim() < 3 or tensor.dim() != query.dim():
-            raise ValueError(f"{name} must have the rank of query, at least 3, got shapes {_shapes(args)}")
+            raise ValueError(f"{name} must have the rank of query, at least 3, got shapes {_shapes(query, key, value)}")
         if any(a != b for a, b in zip(tensor.shape[:-3], query.shape[:-3])):
-            raise ValueError(f"{name} must have the leading dimensions of query, got shapes {_shapes(args)}")
+            raise ValueError(f"{name} must have the leading dimensions of query, got shapes {_shapes(query, key, value)}")
     if key.shape[-1] != query.shape[-1]:
-        raise ValueError(f"key must have the head_dim of query, got shapes {_shapes(args)}")
+        raise ValueError(f"key must have the head_dim of query, got shapes {_shapes(query, key, value)}")
     if value is not None and (value.shape[-3] != key.shape[-3] or value.shape[-2] != key.shape[-2]):
-        raise ValueError(f"value must have num_heads_kv and seqlen_kv of key, got shapes {_shapes(args)}")
+        raise ValueError(f"value must have num_heads_kv and seqlen_kv of key, got shapes {_shapes(query, key, value)}")
     num_heads, num_heads_kv = query.shape[-3], key.shape[-3]
     if num_heads != num_heads_kv and (num_heads_kv == 0 or num_heads % num_heads_kv != 0):
-        raise ValueError(f"key must have num_heads_kv that divides num_heads, got shapes {_shapes(args)}")
+        raise ValueError(f"key must have num_heads_kv that divides num_heads, got shapes {_shapes(query, key, value)}")
+
+
+def check(args: Arguments) -> None:
+    """The checks of the operators, but those that read values. Raises ValueError or TypeError naming the argument."""
+    query, key, value = args.query, args.key, args.value
+    check_query_key_value(query, key, value)
+    num_heads = query.shape[-3]
     real, scores = real_dtype(query.dtype), (*query.shape[:-1], key.shape[-2])
     if args.mask is not None:
-        _check_dtype("mask", args.mask, (torch.bool,))
-        _check_broadcasts("mask", args.mask, scores)
+        check_dtype("mask", args.mask, (torch.bool,))
+        check_broadcasts("mask", args.mask, scores)
     if args.bias is not None:
-        _check_dtype("bias", args.bias, (real, torch.bfloat16, torch.float16))
-        _check_broadcasts("bias", args.bias, scores)
+        check_dtype("bias", args.bias, (real, torch.bfloat16, torch.float16))
+        check_broadcasts("bias", args.bias, scores)
     for name, vector in (("alibi_slopes", args.alibi_slopes), ("sinks", args.sinks)):
         if vector is not None:
             _check_vector(name, vector, real, num_heads)
@@ -76,7 +82,9 @@ def check(args: Arguments) -> None:
         if vector is not None:
             _check_vector(name, vector, torch.int64, math.prod(query.shape[:-3]))
     if args.documents is not None and (args.documents.dtype != torch.int64 or args.documents.dim() != 1 or args.documents.shape[0] < 1):
-        raise ValueError(f"documents must be int64 (num_documents + 1,), got {_name(args.documents.dtype)} {tuple(args.documents.shape)}")
+        raise ValueError(
+            f"documents must be int64 (num_documents + 1,), got {dtype_name(args.documents.dtype)} {tuple(args.documents.shape)}"
+        )
     if args.dropout_p > 0 and args.dropout_seed is None:
         raise ValueError("dropout_seed must be given when dropout_p > 0, got None")
     if not 0 <= args.dropout_p <= 1:
@@ -85,35 +93,36 @@ def check(args: Arguments) -> None:
         raise ValueError(f"scale must be finite, got {args.scale}")
     if isinstance(args.softcap, float) and not 0 <= args.softcap < math.inf:
         raise ValueError(f"softcap must be positive and finite, or 0 for none, got {args.softcap}")
-    for name, tensor in zip(Arguments._fields, args[:11]):
+    tensors: Any = args[: TENSORS[Arguments]]
+    for name, tensor in zip(Arguments._fields, tensors):
         if tensor is not None and tensor.device != query.device:
             raise ValueError(f"{name} must be on the device of query ({query.device}), got {tensor.device}")
 
 
-def _check_dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+def check_dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
     if tensor.dtype not in allowed:
-        raise TypeError(f"{name} must be {' or '.join(map(_name, allowed))}, got {_name(tensor.dtype)}")
+        raise TypeError(f"{name} must be {' or '.join(map(dtype_name, allowed))}, got {dtype_name(tensor.dtype)}")
 
 
 def _check_vector(name: str, vector: Tensor, dtype: torch.dtype, size: int) -> None:
-    _check_dtype(name, vector, (dtype,))
+    check_dtype(name, vector, (dtype,))
     if vector.dim() != 1 or vector.shape[0] != size:
         raise ValueError(f"{name} must have shape {(size,)}, got {tuple(vector.shape)}")
 
 
-def _check_broadcasts(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+def check_broadcasts(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
     rank = tensor.dim()
     if rank > len(shape) or not all(a == b or a == 1 for a, b in zip(tensor.shape, shape[len(shape) - rank :])):
         raise ValueError(f"{name} of shape {tuple(tensor.shape)} does not broadcast to {tuple(shape)}")
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _shapes(args: Arguments) -> str:
-    named = ((name, getattr(args, name)) for name in ("query", "key", "value"))
+def _shapes(query: Tensor, key: Tensor, value: Tensor | None) -> str:
+    named = (("query", query), ("key", key), ("value", value))
     return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named if tensor is not None)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:

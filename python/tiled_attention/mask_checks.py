@@ -63,7 +63,7 @@ def is_readable(tensor: Tensor) -> bool:
     """Whether its values can be read without a trace to break or a device to wait for."""
     return (
         not torch.compiler.is_compiling()
-        and type(tensor) is Tensor
+        and type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.device.type == "cpu"
         and not is_in_torch_dispatch_mode()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -97,3 +98,64 @@ def multi_head_attention(
     batch, _, seqlen_q, _ = out.shape
     merged = out.transpose(0, 2, 1, 3).reshape(batch, seqlen_q, -1)
     return merged @ np.asarray(out_proj_weight, dtype=np.float64).T + (0.0 if out_proj_bias is None else np.asarray(out_proj_bias)), weights
+
+
+FEATURE_MAPS: dict[str, Callable[[Any], Any]] = {
+    "identity": lambda x: x,
+    "elu": lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),
+    "relu": lambda x: np.maximum(x, 0),
+    "exp": np.exp,
+}
+
+
+def linear_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    feature_map: str = "elu",
+    causal: bool = False,
+    normalize: bool = True,
+    scale: float = 1.0,
+    key_mask: ArrayLike | None = None,
+    log_decay: ArrayLike | None = None,
+    initial_state: tuple[ArrayLike, ArrayLike] | None = None,
+) -> tuple[NDArray[np.float64], tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """S_t = exp(log_decay_t) S_(t-1) + phi(key_t) value_t^T, z_t likewise (Katharopoulos et al., 2020, section 3.4); token by token.
+
+    out_t = phi(query_t) S / (phi(query_t) . z), or scale * phi(query_t) S; with S_t, z_t if causal, else with those after the last key.
+
+    Args:
+        query: (..., seqlen_q, head_dim). key: (..., seqlen_kv, head_dim). value: (..., seqlen_kv, head_dim_v).
+        feature_map: "identity", "elu" (elu(x) + 1), "relu" or "exp".
+        key_mask: bool, broadcastable to (..., seqlen_kv), True = the key counts.
+        log_decay: broadcastable to (..., seqlen_kv, head_dim).
+        initial_state: S (..., head_dim, head_dim_v), z (..., head_dim).
+
+    Returns:
+        out (..., seqlen_q, head_dim_v), 0 where the denominator is 0, and (S, z) after the last key.
+    """
+    query, key, value = (np.asarray(x, dtype=np.float64) for x in (query, key, value))
+    seen = np.broadcast_to(True if key_mask is None else np.asarray(key_mask, dtype=bool), key.shape[:-1])
+    decay = np.exp(np.broadcast_to(0.0 if log_decay is None else np.asarray(log_decay, dtype=np.float64), key.shape))
+    phi = FEATURE_MAPS[feature_map]
+    phi_q = phi(query)
+    if initial_state is None:
+        s, z = np.zeros((*key.shape[:-2], key.shape[-1], value.shape[-1])), np.zeros((*key.shape[:-2], key.shape[-1]))
+    else:
+        s, z = (np.asarray(x, dtype=np.float64) for x in initial_state)
+    states = []
+    for t in range(key.shape[-2]):
+        s, z = s * decay[..., t, :, None], z * decay[..., t, :]
+        counts = seen[..., t, None]
+        phi_k, v = np.where(counts, phi(np.where(counts, key[..., t, :], 0.0)), 0.0), np.where(counts, value[..., t, :], 0.0)
+        s, z = s + phi_k[..., :, None] * v[..., None, :], z + phi_k
+        states.append((s, z))
+    out = np.zeros((*query.shape[:-1], value.shape[-1]))
+    for i in range(query.shape[-2]):
+        s_i, z_i = states[i] if causal else (s, z)
+        numerator = (phi_q[..., i, :, None] * s_i).sum(-2)
+        denominator = (phi_q[..., i, :] * z_i).sum(-1, keepdims=True)
+        dead = denominator == 0
+        out[..., i, :] = np.where(dead, 0.0, numerator / np.where(dead, 1.0, denominator)) if normalize else scale * numerator
+    return out, (s, z)

@@ -17,6 +17,12 @@ exist is null:
                      skipped {implementation: why}
     memory           head_dim, dtype, direction, quoted (the line at n = 4096 or null), rows of
                      implementation, n, bytes (peak beyond the inputs), seconds, stopped (why nothing was measured)
+    linear           num_heads, head_dim; parity like above (case, id, dtype, tensor, tiled, definition, limit, passed; the errors of
+                     ta.linear_attention and of its definition in the same dtype against that in float64);
+                     speed: rows of one (variant, dtype, n, direction), seconds {linear, composite, sdpa, exact}, composite_ratio,
+                     sdpa_ratio, exact_ratio, share_of_peak; crossover {direction: the first length from which it is faster than exact
+                     causal attention, or null}; memory: rows of implementation, n, bytes, seconds; decode: rows of position,
+                     seconds {linear, exact}, bytes {linear, exact}; favor: what favor.sentence_encoder returns, or missing
     models           rows of one model: model, missing (what is not installed; then nothing else is there),
                      eager_difference (of the model's own two implementations), limit, seconds, ways {override_sdpa, attn_implementation:
                      difference, passed, served {layer: calls}, all_served, seconds, loss};

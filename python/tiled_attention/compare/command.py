@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ MIN_WIDTH = 120
 SMALL_PARITY, FULL_PARITY = (67,), (67, 197, 512)
 SMALL_SPEED, FULL_SPEED = (128, 512, 1024), (128, 256, 512, 1024, 2048, 4096)
 SMALL_MEMORY, FULL_MEMORY = (1024, 4096), (1024, 2048, 4096, 8192, 16384)
+SMALL_LINEAR, FULL_LINEAR = (256, 1024, 4096), (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +55,17 @@ def speed_plan(quick: bool, sizes: Sequence[int] | None) -> list[tuple[torch.dty
     return plan + ([] if quick else [(torch.float64, variant, n) for variant in VARIANTS[:2] for n in lengths])
 
 
+def linear_plan(quick: bool, sizes: Sequence[int] | None) -> list[tuple[torch.dtype, str, int]]:
+    """The same for linear attention."""
+    from .linear import VARIANTS
+
+    lengths = sizes or (SMALL_LINEAR if quick else FULL_LINEAR)
+    plan = [(torch.float32, variant, n) for variant in VARIANTS for n in lengths]
+    if quick:
+        return plan
+    return plan + [(dtype, variant, n) for dtype in (torch.bfloat16, torch.float16) for variant in VARIANTS[:2] for n in lengths]
+
+
 def _unserved(served: dict[str, int]) -> str:
     return f"layers that served no call: {', '.join(name for name, calls in served.items() if not calls) or 'there are no layers'}"
 
@@ -61,7 +74,7 @@ def failures(results: dict[str, Any]) -> list[str]:
     """What breaks a limit or left a layer unserved, one line each."""
     found = [
         f"parity: {row['case']}, {row['dtype']}, {row['tensor']}: error {row['tiled']:.2e} above {row['limit']:.2e}"
-        for row in results["parity"]
+        for row in [*results["parity"], *results["linear"]["parity"]]
         if not row["passed"]
     ]
     for row in results["models"]:
@@ -86,7 +99,7 @@ def compare(quick: bool, threads: int, sizes: Sequence[int] | None, console: Any
     """Run all steps; the fields of the result are those of the JSON."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from . import machine, memory, models, parity, speed, training
+    from . import favor, linear, machine, memory, models, parity, speed, training
     from .text import Missing
 
     torch.set_num_threads(threads)
@@ -102,6 +115,12 @@ def compare(quick: bool, threads: int, sizes: Sequence[int] | None, console: Any
     memory_sizes = sizes or (SMALL_MEMORY if quick else FULL_MEMORY)
     plan = speed_plan(quick, sizes)
     training_steps = 20 if quick else 100
+    linear_lengths = linear_plan(quick, sizes)
+    features: dict[str, Any] = (
+        {"num_sentences": 32, "kinds": ("positive",), "num_features": (64, 256), "num_seeds": 1} if quick else {"num_sentences": 256}
+    )
+    draws = math.prod(len(features.get(name, usual)) for name, usual in (("kinds", favor.KINDS), ("num_features", favor.NUM_FEATURES)))
+    linear_steps = linear.steps(parity_sizes, linear_lengths, memory_sizes, draws * features.get("num_seeds", favor.NUM_SEEDS) + 1)
 
     with Progress(*columns, console=console) as progress:
 
@@ -110,6 +129,10 @@ def compare(quick: bool, threads: int, sizes: Sequence[int] | None, console: Any
             results[name] = work(lambda now: progress.update(task, advance=1, now=now))
             progress.update(task, completed=total, now="")
             results["seconds"][name] = time.perf_counter() - start
+
+        def run_linear(advance: Callable[[str], None]) -> dict[str, Any]:
+            seconds, slowest = (0.1, 0.25) if quick else (1.0, 5.0)
+            return linear.run(parity_sizes, linear_lengths, memory_sizes, threads, seconds, slowest, features, advance)
 
         def run_models(advance: Callable[[str], None]) -> list[dict[str, Any]]:
             def encoder() -> dict[str, Any]:
@@ -135,6 +158,7 @@ def compare(quick: bool, threads: int, sizes: Sequence[int] | None, console: Any
             ),
         )
         step("memory", len(memory_sizes) * len(memory.IMPLEMENTATIONS), lambda advance: memory.run(memory_sizes, threads, advance))
+        step("linear", linear_steps, run_linear)
         step("models", 3 if quick else 9, run_models)
         step("training", 3 * training_steps, lambda advance: training.run(training_steps, advance))
     results["failures"] = failures(results)

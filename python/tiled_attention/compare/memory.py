@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 import tiled_attention as ta
 
+from . import linear_peers
 from .machine import free_bytes
 from .speed import math_bytes, naive_attention
 
@@ -71,7 +72,8 @@ def measure(
     """{"bytes", "seconds"} of one call in this process: the peak beyond the inputs (and grad_out), and the median time of
     `timed_calls` more.
 
-    implementation: tiled, sdpa or math; or module, ta.MultiheadAttention of embed_dim num_heads * head_dim with need_weights.
+    implementation: tiled, sdpa or math; or module, ta.MultiheadAttention of embed_dim num_heads * head_dim with need_weights; or linear,
+    causal ta.linear_attention, and chunked, the same by linear_peers.chunked.
     """
     torch.set_num_threads(threads)
     kind = getattr(torch, dtype)
@@ -93,6 +95,10 @@ def measure(
         out: Any
         if implementation == "tiled":
             out = ta.attention(query, key, value, bias=extra, dropout_p=dropout_p)
+        elif implementation == "linear":
+            out = ta.linear_attention(query, key, value, causal=True)
+        elif implementation == "chunked":
+            out = linear_peers.chunked(query, key, value)
         elif implementation == "sdpa":
             out = F.scaled_dot_product_attention(query, key, value, extra, dropout_p)
         else:

@@ -90,11 +90,38 @@ def training(result: Mapping[str, Any], path: Path) -> Path:
     return _save(figure, path)
 
 
+def linear(result: Mapping[str, Any], path: Path) -> Path:
+    """Linear attention: float32 time over length against its peers, and one decoded token over its position."""
+    labels = {"linear": "linear", "composite": "composite", "sdpa": "SDPA", "exact": "exact"}
+    colors = {"linear": "tab:blue", "composite": "tab:green", "sdpa": "tab:orange", "exact": "tab:purple"}
+    variants, directions = ("causal", "not causal"), list(dict.fromkeys(row["direction"] for row in result["speed"]))
+    figure, axes = pyplot.subplots(len(directions), len(variants) + 1, squeeze=False, figsize=(3.2 * 3, 3 * len(directions)))
+    for line, direction in zip(axes, directions):
+        for axis, variant in zip(line, variants):
+            rows = [row for row in result["speed"] if (row["variant"], row["direction"], row["dtype"]) == (variant, direction, "float32")]
+            for name, label in labels.items():
+                points = [(row["n"], row["seconds"][name] * 1e3) for row in rows if name in row["seconds"]]
+                if points:
+                    axis.plot(*zip(*points), marker="o", label=label, color=colors[name])
+            axis.set(title=f"{variant}, {direction}", ylabel="ms")
+            _over_lengths(axis, sorted({row["n"] for row in rows}))
+    axes[0][0].legend()
+    for name in ("linear", "exact"):
+        points = [(row["position"], row["seconds"][name] * 1e6) for row in result["decode"]]
+        axes[0][-1].plot(*zip(*points), marker="o", label=labels[name], color=colors[name])
+    axes[0][-1].set(title="one token", ylabel="us")
+    _over_lengths(axes[0][-1], [row["position"] for row in result["decode"]])
+    for line in axes[1:]:
+        line[-1].set_axis_off()
+    return _save(figure, path)
+
+
 def write(results: Mapping[str, Any], folder: Path) -> list[Path]:
     """All plots, in `folder`."""
     return [
         parity(results["parity"], folder / "parity.png"),
         speed(results["speed"], folder / "speed.png"),
         memory(results["memory"], folder / "memory.png"),
+        linear(results["linear"], folder / "linear.png"),
         training(results["training"], folder / "training.png"),
     ]

@@ -111,6 +111,69 @@ def memory_parts(memory: Mapping[str, Any]) -> list[Table | str]:
     return [_table(title, "n, tiled, SDPA, math", lines), *stops, *filter(None, [memory["quoted"]])]
 
 
+def linear_tables(linear: Mapping[str, Any]) -> list[Table | str]:
+    """Parity, speed, crossover, memory and decoding of linear attention, and FAVOR+ in a trained model."""
+    worst: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for row in linear["parity"]:
+        key = row["case"], row["dtype"]
+        if key not in worst or row["tiled"] / row["limit"] > worst[key]["tiled"] / worst[key]["limit"]:
+            worst[key] = row
+    shown = [*worst.values(), *(row for row in linear["parity"] if not row["passed"])]
+    parity = (
+        [row["case"], row["dtype"], row["tensor"], *(_number(row[name]) for name in ("tiled", "definition", "limit")), _mark(row["passed"])]
+        for row in shown
+    )
+    columns = "case, dtype, tensor, tiled, definition, limit, within"
+    parts: list[Table | str] = [_table("Linear attention: largest error against its definition in float64", columns, parity, left=3)]
+    speed = (
+        [
+            *(row["variant"], row["dtype"], row["direction"], str(row["n"])),
+            *(_milliseconds(row["seconds"].get(name)) for name in ("linear", "composite", "sdpa", "exact")),
+            *(_ratio(row[f"{name}_ratio"]) for name in ("composite", "sdpa", "exact")),
+            "-" if row["share_of_peak"] is None else f"{row['share_of_peak']:.0%}",
+        ]
+        for row in linear["speed"]
+    )
+    columns = "variant, dtype, direction, n, linear ms, composite ms, SDPA ms, exact ms, composite, SDPA, exact, of peak"
+    caption = (
+        f"batch 1, {linear['num_heads']} heads of {linear['head_dim']}; composite: the same formula in PyTorch's operators; "
+        "exact: ta.attention; ratios are their time over ours"
+    )
+    parts.append(_table("Linear attention: speed", columns, speed, left=3, caption=caption))
+    for direction, length in linear["crossover"].items():
+        parts.append(
+            f"{direction}: "
+            + (
+                "never faster than exact causal attention here"
+                if length is None
+                else f"faster than exact causal attention from n = {length}"
+            )
+        )
+    by_n: dict[int, dict[str, str]] = {}
+    for row in linear["memory"]:
+        by_n.setdefault(row["n"], {})[row["implementation"]] = "-" if row["bytes"] is None else f"{row['bytes'] / 2**20:.1f}"
+    names = ("linear", "chunked", "sdpa")
+    lines = ([str(n), *(found[name] for name in names)] for n, found in by_n.items())
+    parts.append(_table("Linear attention: peak MiB beyond the inputs, one head, forward+backward", "n, linear, composite, SDPA", lines))
+    decode = (
+        [
+            str(row["position"]),
+            *(f"{row['seconds'][name] * 1e6:.1f}" for name in ("linear", "exact")),
+            *(f"{row['bytes'][name] / 2**10:.0f}" for name in ("linear", "exact")),
+        ]
+        for row in linear["decode"]
+    )
+    parts.append(_table("Decoding one token", "position, step us, exact us, state KiB, keys and values KiB", decode))
+    favor = linear["favor"]
+    if "missing" in favor:
+        return [*parts, f"FAVOR+: {favor['missing']}"]
+    lines = (
+        [row["kind"], str(row["num_features"]), *(f"{row[name]:.3f}" for name in ("error", "cosine", "nearest"))] for row in favor["rows"]
+    )
+    title = f"{favor['model']} with its softmax replaced by FAVOR+, {favor['sentences']} sentences: embeddings against the exact ones"
+    return [*parts, _table(title, "features, m, error, cosine, nearest stays", lines)]
+
+
 def model_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table | str]:
     """Differences and times per model and way; greedy texts where the model writes some."""
     parts: list[Table | str] = []
@@ -160,7 +223,12 @@ def training_table(training: Mapping[str, Any]) -> Table:
 def show(console: Console, results: Mapping[str, Any]) -> None:
     """Everything that was measured, and the verdict."""
     parts: list[Table | str] = list(parity_tables(results["parity"]))
-    parts += [speed_table(results["speed"]), *memory_parts(results["memory"]), *model_tables(results["models"])]
+    parts += [
+        speed_table(results["speed"]),
+        *memory_parts(results["memory"]),
+        *linear_tables(results["linear"]),
+        *model_tables(results["models"]),
+    ]
     parts.append(training_table(results["training"]))
     for part in parts:
         console.print(part)
