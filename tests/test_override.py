@@ -292,6 +292,32 @@ def test_scripted_module():
     assert close(out, m(x, x, x)[0], 1e-5) and close(scripted(x, x, x), m(x, x, x), 1e-5)
 
 
+@pytest.mark.parametrize("need_weights", (False, True))
+@pytest.mark.parametrize("batch_first", (False, True))
+def test_the_output_lies_in_memory_as_torchs(batch_first: bool, need_weights: bool):
+    m, x = nn.MultiheadAttention(16, 2, batch_first=batch_first), torch.randn(3, 5, 16)
+    for inputs in ((x, x, x), (x, x.clone(), x.clone())):
+        expected, (got, calls) = m(*inputs, need_weights=need_weights), served(m, *inputs, need_weights=need_weights)
+        assert calls == 1 and [t.stride() for t in got if t is not None] == [t.stride() for t in expected if t is not None]
+
+
+def test_scripted_and_eager_layers_drop_the_same():
+    layer, x = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.3, batch_first=True), torch.randn(2, 5, 16)
+    with ta.override_sdpa():
+        outs = [function(x) for function in (layer, torch.jit.script(layer)) if torch.manual_seed(3)]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("module", (nn.MultiheadAttention, ta.MultiheadAttention))
+def test_a_bias_of_another_dtype_is_added_as_by_torch(module: type[nn.MultiheadAttention]):
+    m, x = module(16, 2, batch_first=True, dtype=torch.float64), torch.randn(3, 5, 16, dtype=torch.float64)
+    m.in_proj_bias = nn.Parameter(torch.randn(48).half())
+    given = {"in_proj_bias": m.in_proj_bias.double()}
+    for keys in (x, x.clone()):
+        expected = torch.func.functional_call(m, given, (x, keys, keys))
+        assert close(served(m, x, keys, keys)[0], expected, 1e-12)
+
+
 def test_what_is_traced_under_it_runs_without_it():
     m, x = nn.MultiheadAttention(16, 2, batch_first=True), torch.randn(2, 5, 16)
     with ta.override_sdpa():
@@ -335,6 +361,11 @@ def test_nested_tensors_in_modules():
     with torch.no_grad():
         got, calls = served(m, nested, nested, nested, need_weights=False)
         assert calls == 1 and all(close(got[0][i], m(item, item, item)[0], 1e-5) for i, item in enumerate(items))
+        empty = torch.nested.nested_tensor([])
+        with pytest.raises(AssertionError, match="NestedTensor"):
+            served(m, empty, empty, empty)
+        with pytest.raises(ValueError, match="^query: .*nested"):
+            ta.MultiheadAttention(16, 2, batch_first=True)(empty, empty, empty)
 
 
 def test_errors_are_torchs():

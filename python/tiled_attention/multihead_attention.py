@@ -35,15 +35,18 @@ class InProjection(NamedTuple):
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, num_heads: int) -> list[Tensor]:
         """Three tensors (..., num_heads, head_dim). Inputs that are one tensor are projected by one product."""
+        bias = self.bias
+        if bias is not None and bias.dtype != query.dtype:  # torch adds it in either dtype to inputs that are not contiguous
+            bias = bias.to(query.dtype)
         if self.packed is not None and key is value:
             if query is key:
-                return _split(F.linear(query, self.packed, self.bias), 3, num_heads)
+                return _split(F.linear(query, self.packed, bias), 3, num_heads)
             embed_dim = self.packed.shape[1]
             weight_q, weight_kv = self.packed.split([embed_dim, 2 * embed_dim])
-            bias_q, bias_kv = (None, None) if self.bias is None else self.bias.split([embed_dim, 2 * embed_dim])
+            bias_q, bias_kv = (None, None) if bias is None else bias.split([embed_dim, 2 * embed_dim])
             return _split(F.linear(query, weight_q, bias_q), 1, num_heads) + _split(F.linear(key, weight_kv, bias_kv), 2, num_heads)
         weights = (self.query, self.key, self.value) if self.packed is None else self.packed.chunk(3)
-        biases = (None, None, None) if self.bias is None else self.bias.chunk(3)
+        biases = (None, None, None) if bias is None else bias.chunk(3)
         return [
             _split(F.linear(x, weight, bias), 1, num_heads)[0]  # type: ignore[arg-type]
             for x, weight, bias in zip((query, key, value), weights, biases)
@@ -225,6 +228,9 @@ def nested_attention(
     """
     if any(not x.is_nested or x.layout != torch.strided for x in (query, key, value)):
         raise ValueError("query, key, value: expected all nested with the strided layout, or none nested")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 3:
+            raise ValueError(f"{name}: expected a nested tensor of 3 dimensions, got {x.dim()} (one without items has 1)")
     lengths_q, lengths_kv = query._nested_tensor_size()[:, 0], key._nested_tensor_size()[:, 0]
     padded_query = query.to_padded_tensor(0.0)
     padded_key = padded_query if key is query else key.to_padded_tensor(0.0)

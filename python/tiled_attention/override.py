@@ -318,13 +318,19 @@ def _forward(given: _ForwardArguments) -> tuple[Tensor, Tensor | None]:
         query = query.transpose(0, 1)
         key = query if given.key is given.query else key.transpose(0, 1)
         value = key if given.value is given.key else value.transpose(0, 1)
-    out, weights = project_and_attend(
+
+    def out_projection(out: Tensor) -> Tensor:
+        # Dense in torch's order, (seqlen, batch, features): dropout that follows draws its mask in memory order.
+        out = out.transpose(0, 1).contiguous() if batch_first else out
+        return F.linear(out, given.out_proj_weight, given.out_proj_bias)
+
+    return project_and_attend(
         query,
         key,
         value,
         given.num_heads,
         given.in_projection,
-        lambda out: F.linear(out, given.out_proj_weight, given.out_proj_bias),
+        out_projection,
         batch_first=batch_first,
         static_key=given.static_k,
         static_value=given.static_v,
@@ -336,7 +342,6 @@ def _forward(given: _ForwardArguments) -> tuple[Tensor, Tensor | None]:
         need_weights=given.need_weights,
         average_weights=given.average_attn_weights,
     )
-    return out.transpose(0, 1) if batch_first else out, weights
 
 
 def _serves(*tensors: Tensor, nested: bool = False) -> bool:
