@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tiled_attention as ta
+from checks import same_bits
 from tiled_attention.linear_testing import LinearCase, check, leaves_of, results, with_leaves
 from tiled_attention.testing import DTYPES, LAYOUTS, SHORT_NAMES
 
@@ -189,6 +190,21 @@ def test_what_is_not_finite_is_seen_from_its_token_on(where: int, decay: str | N
         out = attention(**with_leaves(inputs, leaves))[0]
         torch.testing.assert_close(out[:, :, :where], clean[:, :, :where], rtol=0, atol=1e-6)
         assert out[:, :, where:].isnan().all()
+
+
+@pytest.mark.parametrize("decay", (None, "token", "feature"))
+def test_threads_agree_on_what_is_not_finite(decay: str | None, isa: str):
+    """Also where the threads that share a head learn of it only on the way."""
+    inputs = LinearCase(batch=(1,), num_heads=1, seqlen_q=1500, head_dim=20, decay=decay, state=True).inputs()
+    inputs["value"][:, :, 1100, 3] = math.inf
+    grads = {name: torch.randn_like(t) for name, t in results(attention, inputs).items()}
+    grads["out"][:, :, 1200] = math.nan
+    found = []
+    for count in (1, 2, 7):
+        torch.set_num_threads(count)
+        found.append(results(attention, inputs, None, grads))
+    assert all(same_bits(a, b) for got in found[1:] for a, b in zip(got.values(), found[0].values(), strict=True))
+    assert found[0]["out"][:, :, :1100].isfinite().all() and found[0]["value"][:, :, 1201:].isfinite().all()
 
 
 @pytest.mark.parametrize("decay", ("token", "feature"))

@@ -12,7 +12,7 @@ README_BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_t
 
 def test_quickstart_runs_and_finds_no_difference(capsys: pytest.CaptureFixture[str]):
     runpy.run_path(str(ROOT / "examples/quickstart.py"), run_name="__main__")
-    assert capsys.readouterr().out.count("largest difference") == 7
+    assert capsys.readouterr().out.count("largest difference") == 8
 
 
 def test_readme_has_python_blocks():

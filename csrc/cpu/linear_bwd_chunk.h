@@ -161,7 +161,7 @@ struct LinearChunk {
       for (int j = 0; j < rows; j++) scale_row(value + j * value_stride, decay.out[j], value_stride, value + j * value_stride);
     }
     add_products(rows, value, key_panels, state);
-    for (int j = 0; j < rows; j++) add_row(key + j * key_stride, kDecay ? decay.out[j] : Real(1), key_stride, layout.sum(state));
+    add_rows<Real>(key, key_stride, kDecay ? decay.out : nullptr, rows, key_stride, layout.sum(state));
     return finite;
   }
   // Its key columns; the sums always whole.
@@ -182,12 +182,15 @@ struct LinearChunk {
   bool factors(Real* state, int64_t begin, int64_t end, Real* to, int64_t stride) {
     const int rows = int(end - begin);
     if (!pack(begin, rows)) return false;
+    for (int i = 0; i < group; i++) queries(i, begin, rows, state, true, false);
+    store_factors(rows, to, stride);
+    return true;
+  }
+  void store_factors(int rows, Real* to, int64_t stride) const {
     for (int i = 0; i < group; i++) {
-      queries(i, begin, rows, state, true, false);
       memcpy(to + 2 * i * stride, heads[i].factor, rows * sizeof(Real));
       memcpy(to + (2 * i + 1) * stride, heads[i].query_factor, rows * sizeof(Real));
     }
-    return true;
   }
   bool advance_grad(Real* grad_state, bool grad_empty, int64_t begin, int64_t end, const Real* from, int64_t stride) {
     const int rows = int(end - begin);
@@ -206,12 +209,12 @@ struct LinearChunk {
 
   // ---- a chunk ----
 
-  bool backward(Real* state, Real* grad_state, bool grad_empty, int64_t begin, int64_t end) {
+  void backward(Real* state, Real* grad_state, bool grad_empty, int64_t begin, int64_t end) {
     const int rows = int(end - begin);
     const bool finite = pack(begin, rows);
     if ((finite && !poisoned) || rows == 1) {
       run_chunk(begin, rows, state, grad_state, grad_empty, finite);
-      return finite;
+      return;
     }
     for (int64_t i = end - 1; i >= begin; i--) {
       memcpy(token_state, state, layout.size * sizeof(Real));
@@ -220,7 +223,6 @@ struct LinearChunk {
       run_chunk(i, 1, token_state, grad_state, grad_empty, token_finite);
       grad_empty = false;
     }
-    return false;
   }
   void run_chunk(int64_t begin, int rows, Real* state, Real* grad_state, bool grad_empty, bool finite) {
     if (kDecay) poisoned = (poisoned && decay.through != 0) || !finite;
@@ -246,23 +248,17 @@ struct LinearChunk {
     for (int i = rows - 1; i >= 0; i--) *grad.row(begin + i) += sum += from_state[i];
   }
   // Not causal: every query has seen every key.
-  void full(Real* state, Real* grad_state, bool grad_empty) {
-    for (int64_t begin = 0; begin < p.seqlen_kv; begin += chunk) advance(state, begin, min_of(begin + chunk, p.seqlen_kv));
-    for (int64_t begin = 0; begin < p.seqlen_q; begin += chunk) {
-      const int rows = int(min_of(int64_t(chunk), p.seqlen_q - begin));
-      for (int i = 0; i < group; i++) {
-        pack_queries(i, begin, rows, false);
-        queries(i, begin, rows, state, false, true);
-      }
-      update_grad_state(grad_state, grad_empty, rows);
-      grad_empty = false;
+  void full_queries(const Real* state, int64_t begin, int64_t end, Real* to, int64_t stride) {
+    const int rows = int(end - begin);
+    for (int i = 0; i < group; i++) {
+      pack_queries(i, begin, rows, false);
+      queries(i, begin, rows, state, false, true);
     }
-    transpose_grad_state(grad_state);
-    for (int64_t begin = 0; begin < p.seqlen_kv; begin += chunk) {
-      const int rows = int(min_of(int64_t(chunk), p.seqlen_kv - begin));
-      pack_keys(begin, rows);
-      keys(begin, rows, grad_state, grad_empty, false);
-    }
+    store_factors(rows, to, stride);
+  }
+  void full_keys(const Real* grad_state, bool grad_empty, int64_t begin, int64_t end) {
+    pack_keys(begin, int(end - begin));
+    keys(begin, int(end - begin), grad_state, grad_empty, false);
   }
 
   void transpose_grad_state(const Real* grad_state) const {
@@ -275,7 +271,7 @@ struct LinearChunk {
     for (int i = 0; i < group; i++) {
       const QueryBuffers& q = heads[i];
       add_products(rows, q.grad_out_scaled, q.query_panels, grad_state);
-      for (int row = 0; p.normalize && row < rows; row++) add_row(q.query + row * key_stride, q.query_factor[row], key_stride, layout.sum(grad_state));
+      if (p.normalize) add_rows<Real>(q.query, key_stride, q.query_factor, rows, key_stride, layout.sum(grad_state));
     }
   }
 

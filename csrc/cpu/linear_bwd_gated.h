@@ -74,7 +74,9 @@ struct LinearTokens {
     first_panel = first, last_panel = last;
   }
   // Only causal.
-  void full(Real*, Real*, bool) {}
+  void full_queries(const Real*, int64_t, int64_t, Real*, int64_t) {}
+  void transpose_grad_state(const Real*) {}
+  void full_keys(const Real*, bool, int64_t, int64_t) {}
 
   void pack_keys(int64_t begin, int rows) {
     mask = head.mask_rows(begin, rows, mask_temp);
@@ -312,7 +314,7 @@ struct LinearTokens {
     }
   }
 
-  bool backward(const Real* state, Real* grad_state, bool, int64_t begin, int64_t end) {
+  void backward(const Real* state, Real* grad_state, bool, int64_t begin, int64_t end) {
     const int rows = int(end - begin);
     pack_keys(begin, rows);
     layout.copy(state, 0, layout.panels, history);
@@ -331,7 +333,6 @@ struct LinearTokens {
       for (int t = 0; t < rows; t++)
         for (int d = 0; d < head_dim; d += kN) store_strided(V::load(grad_gate + t * key_stride + d), to.row(begin + t), to.col_stride, d, head_dim);
     }
-    return true;
   }
   void store_query_grads(int64_t begin, int rows) {
     if (!params.grad_query.data) return;

@@ -298,11 +298,7 @@ struct LinearForward {
         for (int j = 0; j < rows; j++) scale_row(buf.key + j * f.key_stride, buf.decay.out[j], f.key_stride, buf.key + j * f.key_stride);
         scale_row(buf.k_sum, through, f.key_stride, buf.k_sum);
       }
-      for (int d = 0; d < f.key_stride; d += kN) {
-        V sum(Real(0));
-        for (int j = 0; j < rows; j++) sum = sum + V::load(buf.key + j * f.key_stride + d);
-        (sum + V::load(buf.k_sum + d)).store(buf.k_sum + d);
-      }
+      add_rows<Real>(buf.key, f.key_stride, nullptr, rows, f.key_stride, buf.k_sum);
       for (int panel = first_panel; panel < last_panel; panel++) {
         const int cols = min_of(P, f.head_dim_v - panel * P);
         Real *to = state(panel), *values = to + state_elements();

@@ -40,29 +40,32 @@ struct LinearGatedForward {
   using Real = ComputeType<T>;
   using V = NativeVec<Real>;
   static constexpr int kN = V::kLanes, P = kPanel<Real>;
-  static constexpr int kWide = 4, kTokens = kVectorBytes == 64 ? 4 : 2;  // vectors of value columns and tokens in registers
+  static constexpr int kWide = 4, kTokens = kVectorBytes == 64 ? 4 : 2;  // most vectors of value columns, and tokens, in registers
   static constexpr int kChunk = P;                                       // tokens whose features are made at a time
   const LinearAttentionParams& p;
   ThreadPool pool;
-  int head_dim, head_dim_v, group, key_stride, blocks, shares;  // blocks of kWide vectors of value columns; shares of a head
+  int head_dim, head_dim_v, group, key_stride, wide, blocks, shares;  // vectors in a block of value columns; blocks; shares of a head
 
   LinearGatedForward(const LinearAttentionParams& p, const ThreadPool& all)
       : p(p), pool(linear_workers(all, p)), head_dim(int(p.head_dim)), head_dim_v(int(p.head_dim_v)), group(int(p.num_heads / p.num_heads_kv)) {
     key_stride = round_up(head_dim, kN);
-    blocks = max_of(1, (head_dim_v + kWide * kN - 1) / (kWide * kN));
-    shares = p.batch * p.num_heads_kv < pool.num_workers ? blocks : 1;
+    const int64_t heads = p.batch * p.num_heads_kv;
+    // Value columns do not depend on each other: few heads are shared among threads by narrower blocks of them.
+    for (wide = kWide; wide > 1 && heads * ((head_dim_v + wide * kN - 1) / (wide * kN)) < pool.num_workers;) wide /= 2;
+    blocks = max_of(1, (head_dim_v + wide * kN - 1) / (wide * kN));
+    shares = heads < pool.num_workers ? blocks : 1;
   }
 
   struct Buffers {
     Real *key, *query, *gate;               // rows of b, a and exp(g)
-    Real* value;                            // [chunk][blocks * kWide * kN]
-    Real* state;                            // [block][head_dim][kWide * kN]
+    Real* value;                            // [chunk][blocks * wide * kN]
+    Real* state;                            // [block][head_dim][wide * kN]
     Real *k_sum, *k_sums, *transposed, *transposed_sums;  // z, z after each token, panels of a and of those
     Real* sums;
     T *key_temp, *value_temp, *query_temp;
     uint8_t* mask;
     Buffers(const LinearGatedForward& f, Scratch& s) {
-      const int64_t rows = int64_t(kChunk) * f.key_stride, width = int64_t(f.blocks) * kWide * kN;
+      const int64_t rows = int64_t(kChunk) * f.key_stride, width = int64_t(f.blocks) * f.wide * kN;
       const auto strided = [](const TensorView& view) { return view.col_stride != 1; };
       key = s.take<Real>(rows);
       query = s.take<Real>(f.group * rows);
@@ -98,13 +101,13 @@ struct LinearGatedForward {
 
   // All tokens, for the blocks [first, last) of value columns.
   void sweep(const LinearHead<T>& head, Buffers& buf, int first, int last) const {
-    const int64_t size = p.head_dim * p.head_dim_v, width = int64_t(blocks) * kWide * kN;
+    const int64_t size = p.head_dim * p.head_dim_v, width = int64_t(blocks) * wide * kN;
     const Real *kv = head.state_at(p.initial_kv, size), *k_sum = head.state_at(p.initial_k_sum, p.head_dim);
     memset(buf.state, 0, head_dim * width * sizeof(Real));
     memset(buf.k_sum, 0, key_stride * sizeof(Real));
     if (k_sum) memcpy(buf.k_sum, k_sum, head_dim * sizeof(Real));
-    const auto column = [&](int d, int e) { return buf.state + (e / (kWide * kN) * int64_t(head_dim) + d) * kWide * kN + e % (kWide * kN); };
-    const int begin_e = first * kWide * kN, end_e = min_of(last * kWide * kN, head_dim_v);
+    const auto column = [&](int d, int e) { return buf.state + (e / (wide * kN) * int64_t(head_dim) + d) * wide * kN + e % (wide * kN); };
+    const int begin_e = first * wide * kN, end_e = min_of(last * wide * kN, head_dim_v);
     for (int d = 0; kv && d < head_dim; d++)
       for (int e = begin_e; e < end_e; e++) *column(d, e) = kv[int64_t(d) * head_dim_v + e];
     for (int64_t begin = 0; begin < p.seqlen_kv; begin += kChunk) chunk(head, buf, begin, int(min_of(int64_t(kChunk), p.seqlen_kv - begin)), first, last);
@@ -115,7 +118,7 @@ struct LinearGatedForward {
   }
 
   void chunk(const LinearHead<T>& head, Buffers& buf, int64_t begin, int rows, int first, int last) const {
-    const int width = blocks * kWide * kN;
+    const int width = blocks * wide * kN;
     const uint8_t* mask = head.mask_rows(begin, rows, buf.mask);
     feature_rows(p.key_map, adjacent_columns(head.key, begin, rows, head_dim, buf.key_temp), rows, head_dim, mask, buf.key, key_stride);
     feature_rows(FeatureMap::kIdentity, adjacent_columns(head.value, begin, rows, head_dim_v, buf.value_temp), rows, head_dim_v, mask, buf.value, width);
@@ -135,13 +138,13 @@ struct LinearGatedForward {
       if (p.normalize) sum_weights(buf, to, rows, buf.sums + i * kChunk);
     }
     for (int block = first; block < last; block++) {
-      const int vectors = max_of(1, min_of(kWide, (head_dim_v + kN - 1) / kN - block * kWide));
+      const int vectors = max_of(1, min_of(wide, (head_dim_v + kN - 1) / kN - block * wide));
       for (int t = 0; t < rows;) {
         const int count = t + kTokens <= rows ? kTokens : 1;
         // The last query head of the group moves the state on.
         for (int i = 0; i < group; i++)
-          with_vectors(vectors, [&](auto wide) {
-            constexpr int kVectors = decltype(wide)::value;
+          with_vectors(vectors, [&](auto count_of) {
+            constexpr int kVectors = decltype(count_of)::value;
             const Matrix<T> out = head.template query_rows<T>(p.out, i);
             if (count == 1) tokens<1, kVectors, true>(buf, i, block, t, out, begin);
             else if (resets) tokens<kTokens, kVectors, true>(buf, i, block, t, out, begin);
@@ -165,24 +168,24 @@ struct LinearGatedForward {
   // Output rows t .. t + kCount of one query head, and S behind them. With values of 1 each column of S takes the same steps as z.
   template <int kCount, int kVectors, bool kResets>
   __attribute__((noinline)) void tokens(const Buffers& buf, int index, int block, int t, const Matrix<T>& out, int64_t begin) const {
-    const int width = blocks * kWide * kN;
+    const int width = blocks * wide * kN, columns = wide * kN, stride = key_stride, features = head_dim;
     const Real *key = buf.key + t * key_stride, *gate = buf.gate + t * key_stride, *query = buf.query + (index * kChunk + t) * key_stride;
-    const Real* value = buf.value + t * width + block * kWide * kN;
-    Real* state = buf.state + int64_t(block) * head_dim * kWide * kN;
+    const Real* value = buf.value + t * width + block * wide * kN;
+    Real* state = buf.state + int64_t(block) * head_dim * wide * kN;
     const bool moves = index == group - 1;
     V sum[kCount][kVectors];
 #pragma GCC unroll 16
     for (int i = 0; i < kCount; i++)
 #pragma GCC unroll 4
       for (int x = 0; x < kVectors; x++) sum[i][x] = V(Real(0));
-    for (int d = 0; d < head_dim; d++, state += kWide * kN) {
+    for (int d = 0; d < features; d++, state += columns) {
       V s[kVectors];
 #pragma GCC unroll 4
       for (int x = 0; x < kVectors; x++) s[x] = V::load(state + x * kN);
 #pragma GCC unroll 16
       for (int i = 0; i < kCount; i++) {
-        const V b(key[i * key_stride + d]), g(gate[i * key_stride + d]), a(query[i * key_stride + d]);
-        const bool reset = kResets && gate[i * key_stride + d] == 0;
+        const V b(key[i * stride + d]), g(gate[i * stride + d]), a(query[i * stride + d]);
+        const bool reset = kResets && gate[i * stride + d] == 0;
 #pragma GCC unroll 4
         for (int x = 0; x < kVectors; x++) {
           const V product = rounded(b * V::load(value + i * width + x * kN));
@@ -197,7 +200,7 @@ struct LinearGatedForward {
     for (int i = 0; i < kCount; i++) {
       const Quotient<Real> quotient(p.normalize, buf.sums[index * kChunk + t + i], Real(p.scale));
       T* to = out.row(begin + t + i);
-      for (int x = 0; x < kVectors; x++) store_strided(quotient.of(sum[i][x]), to, out.col_stride, (block * kWide + x) * kN, head_dim_v);
+      for (int x = 0; x < kVectors; x++) store_strided(quotient.of(sum[i][x]), to, out.col_stride, (block * wide + x) * kN, head_dim_v);
     }
   }
 };

@@ -190,6 +190,20 @@ ALWAYS_INLINE void add_row(const Real* a, Real factor, int cols, Real* to) {
   for (int d = 0; d < cols; d += V::kLanes) multiply_add(V::load(a + d), V(factor), V::load(to + d)).store(to + d);
 }
 
+// to += sum over rows of factors[row] row; null factors are 1. The rows are summed before they are added, as products are.
+template <class Real>
+inline void add_rows(const Real* from, int stride, const Real* factors, int rows, int cols, Real* to) {
+  using V = NativeVec<Real>;
+  for (int d = 0; d < cols; d += V::kLanes) {
+    V sum(Real(0));
+    for (int i = 0; i < rows; i++) {
+      const V x = V::load(from + i * stride + d);
+      sum = factors ? multiply_add(x, V(factors[i]), sum) : sum + x;
+    }
+    (sum + V::load(to + d)).store(to + d);
+  }
+}
+
 // out = numerator / denominator: exactly 1 where they are equal, 0 where the denominator is 0. Not normalized: scale * numerator.
 template <class Real>
 struct Quotient {
