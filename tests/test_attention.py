@@ -306,6 +306,36 @@ def test_a_row_does_not_depend_on_its_batch_or_on_other_rows(case: Case, isa: st
         assert torch.equal(out[0], full["out"][item, :, rows]) and torch.equal(lse[0], full["lse"][item, :, rows])
 
 
+FEW = (1, 2, 3, 4, 5, 6, 7, 8, 9)
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", ((64, 64), (1, 3), (33, 17), (80, 72), (16, 144)))
+@by_dtype
+def test_a_few_queries_are_the_bits_that_they_are_among_many(dtype: torch.dtype, head_dim: int, head_dim_v: int, isa: str):
+    """Keys and values are read in place for a few rows, and packed for many."""
+    for seqlen_kv in (1, 2, 15, 33, 100, 513, 2049):
+        x = Case(num_heads=2, seqlen_q=20, seqlen_kv=seqlen_kv, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype).inputs()
+        for options in ({}, {"mask": ta.SlidingWindow(100, 0), "query_offset": seqlen_kv // 2}):
+            full, full_lse = ta.attention(x.query, x.key, x.value, return_lse=True, **options)
+            for count in FEW:
+                rows = slice(20 - count - count % 2, 20 - count % 2)
+                shifted = options | ({"query_offset": seqlen_kv // 2 + rows.start} if options else {})
+                out, lse = ta.attention(x.query[:, :, rows], x.key, x.value, return_lse=True, **shifted)
+                assert torch.equal(out, full[:, :, rows]) and torch.equal(lse, full_lse[:, :, rows]), (seqlen_kv, count, options)
+
+
+@by_dtype
+def test_a_few_queries_see_the_same_inf_and_nan_as_among_many(dtype: torch.dtype, isa: str):
+    x = Case(num_heads=2, seqlen_q=20, seqlen_kv=700, head_dim=24, dtype=dtype).inputs()
+    x.value[0, 0, 3, 5], x.value[0, 1, 600, 7], x.value[1, 0, 699, 1] = INF, NAN, -INF
+    mask = ta.KeyLengths(torch.tensor([700, 699]))  # the last of them is hidden
+    full = ta.attention(x.query, x.key, x.value, mask=mask)
+    assert full[0].isfinite().logical_not().sum() == 40 and full[1].isfinite().all()
+    for count in FEW:
+        out = ta.attention(x.query[:, :, :count], x.key, x.value, mask=mask)
+        torch.testing.assert_close(out, full[:, :, :count], rtol=0, atol=0, equal_nan=True)
+
+
 @by_dtype
 def test_a_row_does_not_depend_on_how_its_position_is_written(dtype: torch.dtype, isa: str):
     x = Case(seqlen_q=33, seqlen_kv=290, head_dim=16, dtype=dtype).inputs()

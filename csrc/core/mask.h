@@ -32,6 +32,9 @@ struct RowKeys {
   Interval sinks, main;
 };
 HOST_DEVICE bool contains(const RowKeys& row, int key) { return contains(row.main, key) || contains(row.sinks, key); }
+HOST_DEVICE bool sees_some(const RowKeys& row, int begin, int end) {
+  return !is_empty(intersect(row.main, begin, end)) || !is_empty(intersect(row.sinks, begin, end));
+}
 HOST_DEVICE int64_t visible_keys(const RowKeys& row) { return int64_t(length(row.sinks)) + length(row.main); }
 
 // MaskParams for one batch item.

@@ -255,9 +255,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
           const int count = min_of(kBlockRows, rows - i0);
           const Interval s = seen[i0 / kBlockRows] = mods.shown(buf.rows + i0, count, block.within(kv_begin, kv_end), kPanel<Unit>);
           if (is_empty(s)) zero_block(buf, i0, count);
-          else
-            block_of_rows(batch, head_kv, i0, count, kv_begin, kv_end, round_down(s.begin, kPanel<Unit>), s.end, block, in_registers, coarse, mods, dropout,
-                          packed, sums, buf);
+          else block_of_rows(batch, head_kv, i0, count, kv_begin, kv_end, s, block, in_registers, coarse, mods, dropout, packed, sums, buf);
         }
         // grad_value += probs^T grad_out, grad_key += grad_scores^T query: blocks of keys, reduction over the rows that see them.
         for (int j = kv_begin; j < kv_end; j += kBlockRows) {
@@ -265,7 +263,10 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
           int begin = 0, end = rows;
           while (begin < rows && is_empty(intersect(seen[begin / kBlockRows], j, j + count))) begin += kBlockRows;
           while (end > begin && is_empty(intersect(seen[(end - 1) / kBlockRows], j, j + count))) end = round_down(end - 1, kBlockRows);
+          while (begin < end && !sees_some(buf.rows[begin].keys, j, j + count)) begin++;
+          while (begin < end && !sees_some(buf.rows[end - 1].keys, j, j + count)) end--;
           if (begin >= end) continue;
+          begin = round_down(begin, kSize);
           const int k0 = begin / kSize, k_size = units<Unit>(end - begin), at = k0 * kTileKV + j - kv_begin;
           if (params.grad_value.data)
             gemm<Left::Transposed, Store::Accumulate>(count, int(p.head_dim_v), k_size, buf.probs + at, kTileKV, buf.grad_out_panels + k0 * kPanel<Unit>,
@@ -283,16 +284,17 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   }
 
   // Probabilities and grad_scores of the visible part of one block of rows; zero in the rest of [kv_begin, kv_end). Adds to grad_query.
-  void block_of_rows(int64_t batch, int head_kv, int i0, int rows, int kv_begin, int kv_end, int begin, int end, const BlockKeys& block, bool in_registers,
+  void block_of_rows(int64_t batch, int head_kv, int i0, int rows, int kv_begin, int kv_end, Interval seen, const BlockKeys& block, bool in_registers,
                      bool coarse, const ScoreMods<Real>& mods, const Dropout& dropout, const Packed& packed, const Sums& sums, const Buffers& buf) const {
+    const int begin = round_down(seen.begin, kPanel<Unit>), end = seen.end;
     const int left = begin - kv_begin, cols = round_up(end - begin, kPanel<Unit>), panel = begin / kPanel<Unit>;
     Real* scores = (kSize == 1 ? (Real*)buf.probs + i0 * kTileKV : buf.block_scores) + left;
     Real* grads = (kSize == 1 ? (Real*)buf.grad_scores + i0 * kTileKV : buf.block_grad_scores) + left;
     const TileRow* tile_rows = buf.rows + i0;
-    gemm<Left::RowMajor, Store::Overwrite>(rows, cols, units<Unit>(int(p.head_dim)), buf.query_rows + i0 * buf.query_stride, buf.query_stride,
-                                           packed.key_transposed + panel * packed.key_transposed_stride, packed.key_transposed_stride, scores, kTileKV);
-    gemm<Left::RowMajor, Store::Overwrite>(rows, cols, units<Unit>(int(p.head_dim_v)), buf.grad_out_rows + i0 * buf.grad_out_stride, buf.grad_out_stride,
-                                           packed.value_transposed + panel * packed.value_transposed_stride, packed.value_transposed_stride, grads, kTileKV);
+    gemm_from(seen.begin - begin, rows, end - begin, units<Unit>(int(p.head_dim)), buf.query_rows + i0 * buf.query_stride, buf.query_stride,
+              packed.key_transposed + panel * packed.key_transposed_stride, packed.key_transposed_stride, scores, kTileKV);
+    gemm_from(seen.begin - begin, rows, end - begin, units<Unit>(int(p.head_dim_v)), buf.grad_out_rows + i0 * buf.grad_out_stride, buf.grad_out_stride,
+              packed.value_transposed + panel * packed.value_transposed_stride, packed.value_transposed_stride, grads, kTileKV);
     Real* tanhs = buf.tanhs + left;
     Real factor = hide_scores(tile_rows, rows, begin, end, cols, block, scores, tanhs, mods);
     const bool full = covers(block.full, begin, begin + cols);
@@ -310,12 +312,13 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     finish_rows(i0, rows, left, cols, round_up(kv_end - kv_begin, kPanel<Unit>), in_pairs, scores, grads, buf);
 
     if (!params.grad_query.data) return;
-    const Unit* grad_rows = kSize == 1 ? (const Unit*)grads : buf.grad_score_rows + left / kSize;
+    const int first = round_down(seen.begin, kSize);
+    const Unit* grad_rows = (kSize == 1 ? (const Unit*)grads : buf.grad_score_rows + left / kSize) + (first - begin) / kSize;
     Real* grad_query = buf.grad_query + i0 * sums.key_stride;
-    gemm<Left::RowMajor, Store::Accumulate>(rows, int(p.head_dim), units<Unit>(end - begin), grad_rows, kTileKV / kSize,
-                                            packed.key + begin / kSize * kPanel<Unit>, packed.key_stride, grad_query, int(sums.key_stride));
+    gemm<Left::RowMajor, Store::Accumulate>(rows, int(p.head_dim), units<Unit>(end - first), grad_rows, kTileKV / kSize,
+                                            packed.key + first / kSize * kPanel<Unit>, packed.key_stride, grad_query, int(sums.key_stride));
     if (!packed.key_finite[kv_begin / kTileKV])
-      add_nonfinite(mods, tile_rows, rows, begin, end, grad_rows, kTileKV / kSize, matrix<const T>(p, p.key, batch, head_kv), int(p.head_dim), grad_query,
+      add_nonfinite(mods, tile_rows, rows, first, end, grad_rows, kTileKV / kSize, matrix<const T>(p, p.key, batch, head_kv), int(p.head_dim), grad_query,
                     int(sums.key_stride));
   }
 

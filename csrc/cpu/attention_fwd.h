@@ -1,6 +1,7 @@
 #pragma once
 // Exact attention, forward: out = softmax(scale * query key^T) value, online softmax over tiles of keys.
 
+#include "in_place.h"
 #include "schedule.h"
 #include "softmax_block.h"
 
@@ -54,6 +55,7 @@ struct ForwardBuffers {
   Unit* query;      // [tile_q][query_stride]
   Real* scores;     // [block][tile_kv], and for bf16 pairs the probabilities apart from them
   Unit* probs;
+  Real* tile_out;   // [in place rows][out_stride]
   RowState<Real> state, total;  // of the split, and of the splits before where there are any
   Philox::Keys* dropout_keys;
   uint32_t* dropout_bits;       // [block][tile_kv and what row_bits() needs]
@@ -75,6 +77,7 @@ struct ForwardBuffers {
     query = scratch.take<Unit>(int64_t(kFwdTileQ) * query_stride);
     scores = scratch.take<Real>(kBlockRows * kFwdTileKV);
     probs = kUnitSize<Unit> == 1 ? (Unit*)scores : scratch.take<Unit>(kBlockRows * kFwdTileKV / 2);
+    tile_out = scratch.take<Real>(kInPlaceRows * out_stride);
     state = take_state(kFwdTileQ, out_stride, scratch);
     total = p.seqlen_kv > kSplitKV ? take_state(kFwdTileQ, out_stride, scratch) : RowState<Real>();
     dropout_keys = scratch.take<Philox::Keys>(kDrop ? kFwdTileKV / kPhiloxGroup : 0);
@@ -105,16 +108,20 @@ struct Forward {
   QueryTiles tiles;
   int64_t heads;
   Sharing sharing;
+  bool in_place;  // keys and values are not packed
   int slices = 1, splits = 1;
 
   Forward(const AttentionParams& p, const ThreadPool& all)
       : p(p), pool(with_workers(all, p)), tiles(p.num_heads / p.num_heads_kv, 0, p.seqlen_q, kFwdTileQ), heads(p.batch * p.num_heads_kv) {
     const int workers = pool.num_workers;
     splits = int((p.seqlen_kv + kSplitKV - 1) / kSplitKV);
+    in_place = tiles.group * p.seqlen_q <= kInPlaceRows && tiles.count <= 1 && p.key.col_stride == 1 && p.value.col_stride == 1;
     if (tiles.count <= 1) sharing = splits > 1 && heads < 4 * workers && workers > 1 ? Sharing::kSplits : Sharing::kSingle;
     else {
       sharing = heads < workers ? Sharing::kTiles : Sharing::kHeads;
-      if (heads % workers != 0 && heads < 4 * workers) slices = min_of(tiles.count, int((4 * workers + heads - 1) / heads));
+      // Slices of a head that is packed only once may be small.
+      const int per_worker = sharing == Sharing::kTiles ? 16 : 4;
+      if (heads % workers != 0 && heads < 4 * workers) slices = min_of(tiles.count, int((per_worker * workers + heads - 1) / heads));
     }
     const int64_t key_tiles = (p.seqlen_kv + kFwdTileKV - 1) / kFwdTileKV;
     const int64_t items = heads * (sharing == Sharing::kSplits ? splits : sharing == Sharing::kTiles ? max_of(int64_t(slices), key_tiles) : slices);
@@ -171,7 +178,8 @@ struct Forward {
     if (sharing == Sharing::kSplits) return run_splits(buffers, packed);
     for_each_item(pool, heads * slices, [&](int worker, int64_t item) {
       const int64_t head = item / slices, batch = head / p.num_heads_kv;
-      const int slice = int(item % slices), head_kv = int(head % p.num_heads_kv);
+      // The last queries first: where masks are causal they see the most, and small items at the end keep the workers together.
+      const int slice = slices - 1 - int(item % slices), head_kv = int(head % p.num_heads_kv);
       const bool single = sharing == Sharing::kSingle;
       const Packed keys = packed(sharing == Sharing::kTiles ? head : worker, single);
       if (sharing != Sharing::kTiles && (single || current[worker] != head)) keys.clear(p.seqlen_kv), current[worker] = head;
@@ -277,12 +285,11 @@ struct Forward {
               mods.shown(buf.rows + i0, min_of(kBlockRows, rows - i0), block.within(kv_begin, min_of(kv_begin + kFwdTileKV, kv_to)), kPanel<Unit>);
           if (is_empty(seen)) continue;
           if (!packed) {
-            pack_tile(batch, head_kv, kv_begin / kFwdTileKV, keys, buf);
+            if (!in_place) pack_tile(batch, head_kv, kv_begin / kFwdTileKV, keys, buf);
             if (kDrop && in_registers()) dropout.begin_tile(kv_begin, min_of(kv_begin + kFwdTileKV, kv_to));
             packed = true;
           }
-          block_of_rows(batch, head_kv, i0, min_of(kBlockRows, rows - i0), kv_begin, round_down(seen.begin, kPanel<Unit>), seen.end, block,
-                        started[i0 / kBlockRows], mods, dropout, keys, buf);
+          block_of_rows(batch, head_kv, i0, min_of(kBlockRows, rows - i0), kv_begin, seen, block, started[i0 / kBlockRows], mods, dropout, keys, buf);
           started[i0 / kBlockRows] = true;
         }
       }
@@ -291,15 +298,22 @@ struct Forward {
 
   bool in_registers() const { return sizeof(Real) == 4 && !tiles.stacked && Dropout::in_registers(p.dropout); }
 
-  // Rows [i0, i0 + rows) of the tile and keys [begin, end) of the key tile at kv_begin.
-  ALWAYS_INLINE void block_of_rows(int64_t batch, int head_kv, int i0, int rows, int kv_begin, int begin, int end, const BlockKeys& block, bool started,
+  // Rows [i0, i0 + rows) of the tile and the keys that they see of the key tile at kv_begin. Scores count from the panel in which those begin.
+  ALWAYS_INLINE void block_of_rows(int64_t batch, int head_kv, int i0, int rows, int kv_begin, Interval seen, const BlockKeys& block, bool started,
                                    const ScoreMods<Real>& mods, const Dropout& dropout, const Packed& keys, const Buffers& buf) const {
+    const int begin = round_down(seen.begin, kPanel<Unit>), end = seen.end;
     const int cols = round_up(end - begin, kPanel<Unit>), stride = kFwdTileKV / kUnitSize<Unit>, tile = keys.single ? 0 : kv_begin / kFwdTileKV;
+    const int head_dim = int(p.head_dim), head_dim_v = int(p.head_dim_v);
     const TileRow* tile_rows = buf.rows + i0;
-    const Unit* key = keys.key + tile * keys.key_tile + (begin - kv_begin) / kPanel<Unit> * keys.key_panel;
-    const Unit* value = keys.value + tile * keys.value_tile + (begin - kv_begin) / kUnitSize<Unit> * kPanel<Unit>;
-    gemm<Left::RowMajor, Store::Overwrite>(rows, end - begin, units<Unit>(int(p.head_dim)), buf.query + i0 * buf.query_stride, buf.query_stride, key,
-                                           keys.key_panel, buf.scores, kFwdTileKV);
+    const Unit* query = buf.query + i0 * buf.query_stride;
+    if (in_place) {
+      const int first = round_down(seen.begin, kLanes<Unit>);
+      const Matrix<const T> key = matrix<const T>(p, p.key, batch, head_kv).from(first);
+      score_in_place<kInPlaceRows>(rows, end - first, head_dim, query, buf.query_stride, key, buf.scores + first - begin, kFwdTileKV);
+    } else {
+      const Unit* key = keys.key + tile * keys.key_tile + (begin - kv_begin) / kPanel<Unit> * keys.key_panel;
+      gemm_from(seen.begin - begin, rows, end - begin, units<Unit>(head_dim), query, buf.query_stride, key, keys.key_panel, buf.scores, kFwdTileKV);
+    }
 
     const Real factor = mods.apply(tile_rows, rows, begin, end, buf.scores, kFwdTileKV, nullptr);
     if (!covers(block.full, begin, begin + cols))
@@ -311,15 +325,41 @@ struct Forward {
     if (kDrop && !drop.in_registers) draw_bits(batch, tile_rows, rows, begin, cols, buf, bits);
     softmax_block<Unit, kDrop>(rows, cols, kFwdTileKV, buf.scores, buf.probs, factor, state, int(p.head_dim_v), drop);
 
-    const int head_dim_v = int(p.head_dim_v);
+    const int first = round_down(seen.begin, kUnitSize<Unit>);
+    const Unit* probs = buf.probs + (first - begin) / kUnitSize<Unit>;
+    if (in_place) {
+      if (add_values_in_place(batch, head_kv, rows, first, end, probs, started, state, buf)) return;
+      pack_tile(batch, head_kv, kv_begin / kFwdTileKV, keys, buf);
+    }
+    const Unit* value = keys.value + tile * keys.value_tile + (first - kv_begin) / kUnitSize<Unit> * kPanel<Unit>;
     if (started)
-      gemm<Left::RowMajor, Store::Accumulate>(rows, head_dim_v, units<Unit>(end - begin), buf.probs, stride, value, keys.value_panel, state.out,
-                                              state.out_stride);
+      gemm<Left::RowMajor, Store::Accumulate>(rows, head_dim_v, units<Unit>(end - first), probs, stride, value, keys.value_panel, state.out, state.out_stride);
     else
-      gemm<Left::RowMajor, Store::Overwrite>(rows, head_dim_v, units<Unit>(end - begin), buf.probs, stride, value, keys.value_panel, state.out,
-                                             state.out_stride);
+      gemm<Left::RowMajor, Store::Overwrite>(rows, head_dim_v, units<Unit>(end - first), probs, stride, value, keys.value_panel, state.out, state.out_stride);
     if (keys.state[tile] == Packed::kNonfinite)
-      add_nonfinite(mods, tile_rows, rows, begin, end, buf.probs, stride, matrix<const T>(p, p.value, batch, head_kv), head_dim_v, state.out, state.out_stride);
+      add_nonfinite(mods, tile_rows, rows, first, end, probs, stride, matrix<const T>(p, p.value, batch, head_kv), head_dim_v, state.out, state.out_stride);
+  }
+
+  // Adds the product with the values [begin, end) where they lie; false, and nothing added, where it is not finite.
+  bool add_values_in_place(int64_t batch, int head_kv, int rows, int begin, int end, const Unit* probs, bool started, const RowState<Real>& state,
+                           const Buffers& buf) const {
+    const Matrix<const T> value = matrix<const T>(p, p.value, batch, head_kv).from(begin);
+    const int cols = int(p.head_dim_v), last = min_of(begin + round_up(end - begin, kUnitSize<Unit>), int(p.seqlen_kv));
+    values_in_place<kInPlaceRows>(rows, last - begin, cols, probs, kFwdTileKV / kUnitSize<Unit>, value, buf.tile_out, state.out_stride);
+    V check(Real(0));
+    for (int i = 0; i < rows; i++)
+      for (int d = 0; d < cols; d += V::kLanes) {
+        const V x = V::load(buf.tile_out + i * state.out_stride + d);
+        check = check + (x - x);
+      }
+    if (reduce_add(check) != Real(0)) return false;
+    for (int i = 0; i < rows; i++)
+      for (int d = 0; d < cols; d += V::kLanes) {
+        Real* out = state.out + i * state.out_stride + d;
+        const V x = V::load(buf.tile_out + i * state.out_stride + d);
+        (started ? x + V::load(out) : x).store(out);
+      }
+    return true;
   }
 
   __attribute__((noinline)) void draw_bits(int64_t batch, const TileRow* rows, int count, int begin, int cols, const Buffers& buf,

@@ -97,5 +97,16 @@ inline void gemm(int rows, int cols, int k_size, const Unit* a, long a_stride, c
   if (cols > 0) gemm_panel<kLeft, kStore, kRows, 1>(rows, k_size, a, a_stride, b, c, c_stride);
 }
 
+// c[rows][first .. cols) = a b, first less than a panel and rounded down to whole vectors.
+template <class Unit>
+inline void gemm_from(int first, int rows, int cols, int k_size, const Unit* a, long a_stride, const Unit* b, long b_panel_stride, Accumulator<Unit>* c,
+                      long c_stride) {
+  if (first >= kLanes<Unit>) {
+    gemm_panel<Left::RowMajor, Store::Overwrite, kBlockRows, 1>(rows, k_size, a, a_stride, b + kLanes<Unit>, c + kLanes<Unit>, c_stride);
+    cols -= kPanel<Unit>, b += b_panel_stride, c += kPanel<Unit>;
+  }
+  gemm<Left::RowMajor, Store::Overwrite>(rows, cols, k_size, a, a_stride, b, b_panel_stride, c, c_stride);
+}
+
 }  // namespace KERNEL_ISA
 }  // namespace tiled_attention

@@ -36,6 +36,7 @@ struct Matrix {
   T* data;
   int64_t row_stride, col_stride;
   ALWAYS_INLINE T* row(int64_t i) const { return data + i * row_stride; }
+  ALWAYS_INLINE Matrix from(int64_t i) const { return {row(i), row_stride, col_stride}; }
 };
 template <class Params>
 inline int64_t batch_offset(const Params& p, const TensorView& view, int64_t batch) {
@@ -97,6 +98,16 @@ ALWAYS_INLINE Vec<uint16_t, kLanes<float>> load_bits(const T* p, int count) {
   return Vec<uint16_t, kLanes<float>>::load(buffer);
 }
 
+// `count` columns of the next kUnitSize of `rows` rows as units along the rows; zeros behind them.
+template <class Unit, class T>
+ALWAYS_INLINE NativeVec<Unit> load_rows(const T* p, int64_t stride, int rows, int count) {
+  if constexpr (kUnitSize<Unit> == 1) return load_converted(p, count);
+  else {
+    const auto low = load_bits(p, count), high = load_bits(rows > 1 ? p + stride : p, rows > 1 ? count : 0);
+    return convert<uint32_t>(low).v | convert<uint32_t>(high).v << 16;
+  }
+}
+
 // Left operand, reduction along the columns: dst[row][units(cols)]. dst_stride is a multiple of kLanes.
 template <class Unit, class T>
 void pack_rows(const T* src, int64_t src_stride, int rows, int cols, bool negate, Unit* dst, int dst_stride) {
@@ -126,15 +137,14 @@ bool pack_panels(const T* src, int64_t src_stride, int rows, int cols, Unit* dst
       Unit* to = dst + col / kPanel<Unit> * panel_stride + col % kPanel<Unit> + begin / kUnitSize<Unit> * kPanel<Unit>;
       const T* from = src + begin * src_stride + col;
       for (int row = begin; row < end; row += kUnitSize<Unit>, to += kPanel<Unit>, from += kUnitSize<Unit> * src_stride) {
+        const V x = load_rows<Unit>(from, src_stride, rows - row, cols - col);
         if constexpr (kUnitSize<Unit> == 1) {
-          const V x = load_converted(from, cols - col), zero = x - x;
+          const V zero = x - x;
           (kSanitize ? V(zero.v == zero.v ? x.v : V(Unit(0)).v) : x).store(to);
           check = check + zero;
         } else {
-          const auto low = load_bits(from, cols - col), high = load_bits(row + 1 < rows ? from + src_stride : from, row + 1 < rows ? cols - col : 0);
-          const auto pair = convert<uint32_t>(low).v | convert<uint32_t>(high).v << 16;
-          const auto bad = (((pair & 0x7f80u) == 0x7f80u) & 0xffffu) | (((pair & 0x7f800000u) == 0x7f800000u) & 0xffff0000u);
-          V(kSanitize ? pair & ~bad : pair).store(to);
+          const auto bad = (((x.v & 0x7f80u) == 0x7f80u) & 0xffffu) | (((x.v & 0x7f800000u) == 0x7f800000u) & 0xffff0000u);
+          V(kSanitize ? x.v & ~bad : x.v).store(to);
           check = check.v | bad;
         }
       }
