@@ -282,13 +282,15 @@ struct LinearChunk {
     const bool empty = with_chunk && begin == 0 && !p.initial_k_sum, flows = kDecay && with_grads && params.grad_log_decay.data;
     if (flows) memset(flow_sum, 0, tile_stride * sizeof(Real));
     const auto next_query = head.template query_rows<const T>(p.query, index), next_grad = head.template query_rows<const T>(params.grad_out, index);
+    const auto grad_query = head.template query_rows<T>(params.grad_query, index);
     for (int i0 = (rows - 1) / kLinearRows * kLinearRows; i0 >= 0; i0 -= kLinearRows) {
       const int count = min_of(kLinearRows, rows - i0), cols = with_chunk ? i0 + count : 0;
       Real *weights = q.weights + i0 * tile_stride, *grads = q.grads + i0 * tile_stride;
       const Real *query = q.query + i0 * key_stride, *grad_out = q.grad_out + i0 * value_stride;
       const int64_t next = begin - chunk + i0;
       const int ahead = with_chunk && next >= 0 ? count : 0;
-      prefetch_rows(next_query, next, ahead, head_dim);
+      prefetch_rows<Access::Read>(next_query, next, ahead, head_dim);
+      prefetch_rows<Access::Write>(grad_query, begin + i0, with_grads ? count : 0, head_dim);
       if (with_chunk) {
         gemm<Left::RowMajor, Store::Overwrite, kLinearRows>(count, cols, head_dim, query, key_stride, key_transposed, key_transposed_stride, weights,
                                                             tile_stride);
@@ -298,13 +300,12 @@ struct LinearChunk {
       if (empty) memset(block, 0, kLinearRows * key_stride * sizeof(Real));
       else
         gemm<Left::RowMajor, Store::Overwrite, kLinearRows>(count, head_dim, head_dim_v, grad_out, value_stride, state, layout.panel_stride, block, key_stride);
-      prefetch_rows(next_grad, next, ahead, head_dim_v);
+      prefetch_rows<Access::Read>(next_grad, next, ahead, head_dim_v);
       for (int i = count - 1; i >= 0; i--) query_row(q, i0 + i, cols, empty, layout.sum(state), block + i * key_stride, flows);
       if (!with_grads || !params.grad_query.data) continue;
       if (with_chunk)
         gemm<Left::RowMajor, Store::Accumulate, kLinearRows>(count, head_dim, cols, grads, tile_stride, key_panels, panel_stride, block, key_stride);
-      store_feature_grad(p.query_map, block, key_stride, query, key_stride, count, head_dim, nullptr, head.template query_rows<T>(params.grad_query, index),
-                         begin + i0);
+      store_feature_grad(p.query_map, block, key_stride, query, key_stride, count, head_dim, nullptr, grad_query, begin + i0);
     }
   }
   // grad comes in as S do_i and leaves as the part of da_i that passes through the state.
@@ -380,7 +381,8 @@ struct LinearChunk {
       const int64_t tile = int64_t(j0) * tile_stride + j0, next = begin - chunk + j0;
       const int ahead = with_chunk && next >= 0 ? count : 0;
       const uint8_t* block_mask = mask ? mask + j0 : nullptr;
-      prefetch_rows(head.key, next, ahead, head_dim);
+      prefetch_rows<Access::Read>(head.key, next, ahead, head_dim);
+      prefetch_rows<Access::Write>(grad_key, begin + j0, count, head_dim);
       if (params.grad_key.data || (kDecay && params.grad_log_decay.data)) {
         if (grad_empty) memset(block, 0, kLinearRows * key_stride * sizeof(Real));
         else
@@ -397,7 +399,8 @@ struct LinearChunk {
         if (params.grad_key.data)
           store_feature_grad(p.key_map, block, key_stride, key + j0 * key_stride, key_stride, count, head_dim, block_mask, grad_key, begin + j0);
       }
-      prefetch_rows(head.value, next, ahead, head_dim_v);
+      prefetch_rows<Access::Read>(head.value, next, ahead, head_dim_v);
+      prefetch_rows<Access::Write>(grad_value, begin + j0, count, head_dim_v);
       if (!params.grad_value.data) continue;
       if (grad_empty) memset(block, 0, kLinearRows * value_stride * sizeof(Real));
       else

@@ -220,6 +220,7 @@ struct LinearForward {
     // Output rows [begin, begin + rows) of query head `index`; with_chunk: they also see the keys of their own chunk.
     void queries(int64_t index, int64_t begin, int rows, bool with_chunk) {
       const Matrix<const T> query = head.template query_rows<const T>(f.p.query, index);
+      const Matrix<T> out = head.template query_rows<T>(f.p.out, index);
       pack_queries(query, begin, rows);
       for (int i0 = 0; i0 < rows; i0 += P) {
         Real* left = buf.left + i0 / P * f.left_stride;
@@ -230,14 +231,15 @@ struct LinearForward {
           const int64_t next = begin + rows + i0 + i;
           const int block = min_of(kLinearRows, count - i), ahead = int(max_of(int64_t(0), min_of(int64_t(block), f.p.seqlen_q - next)));
           const int cols = with_chunk ? min_of(rows, i0 + i + block) : 0, skip = empty ? f.state_rows : 0;
-          prefetch_rows(query, next, ahead, f.head_dim);
+          prefetch_rows<Access::Read>(query, next, ahead, f.head_dim);
+          prefetch_rows<Access::Write>(out, begin + i0 + i, block, f.head_dim_v);
           if (with_chunk) {
-            prefetch_rows(head.key, next, ahead, f.head_dim);
-            prefetch_rows(head.value, next, ahead, f.head_dim_v);
+            prefetch_rows<Access::Read>(head.key, next, ahead, f.head_dim);
+            prefetch_rows<Access::Read>(head.value, next, ahead, f.head_dim_v);
           }
           gemm<Left::Transposed, Store::Overwrite, kLinearRows>(block, f.head_dim_v, f.state_rows + cols - skip, left + skip * P + i, P, buf.right + skip * P,
                                                                 f.right_stride, buf.out, f.out_stride);
-          store_rows(index, begin + i0 + i, block, buf.sums + i0 + i);
+          store_rows(out, begin + i0 + i, block, buf.sums + i0 + i);
         }
       }
     }
@@ -282,8 +284,7 @@ struct LinearForward {
       for (; count > kN && j < keys; j++) sum[1] = sum[1] + V::load(weights + j * P + kN);
       for (int x = 0; x < 2; x++) sum[x].store(buf.sums + i0 + x * kN);
     }
-    void store_rows(int64_t index, int64_t begin, int rows, const Real* sums) {
-      const Matrix<T> out = head.template query_rows<T>(f.p.out, index);
+    void store_rows(const Matrix<T>& out, int64_t begin, int rows, const Real* sums) {
       for (int i = 0; i < rows; i++) {
         const Quotient<Real> quotient(f.p.normalize, sums[i], Real(f.p.scale));
         const Real* row = buf.out + i * f.out_stride;

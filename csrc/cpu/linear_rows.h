@@ -164,11 +164,14 @@ void store_feature_grad(FeatureMap map, const Real* grad, int grad_stride, const
   });
 }
 
-// Rows of the next chunk, a few at each step of this one: all at once they wait for each other and nothing is gained.
-template <class T>
-ALWAYS_INLINE void prefetch_rows(const Matrix<const T>& m, int64_t begin, int rows, int cols) {
+// Rows of the next chunk, a few at each step of this one: all at once they wait for each other and nothing is gained. Rows that are
+// only written are asked for as well: a store to memory reads the line first.
+enum class Access { Read, Write };
+template <Access kAccess, class T>
+ALWAYS_INLINE void prefetch_rows(const Matrix<T>& m, int64_t begin, int rows, int cols) {
+  if (!m.data || m.col_stride != 1) return;
   for (int i = 0; i < rows; i++)
-    for (int d = 0; d < cols; d += 64 / int(sizeof(T))) __builtin_prefetch(m.row(begin + i) + d, 0, 2);
+    for (int d = 0; d < cols; d += 64 / int(sizeof(T))) __builtin_prefetch(m.row(begin + i) + d, kAccess == Access::Write, 2);
 }
 
 // A factor of exactly zero forgets even what is not finite.
