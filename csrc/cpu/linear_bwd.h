@@ -16,8 +16,9 @@
 namespace tiled_attention {
 inline namespace KERNEL_ISA {
 
-// Above this the states are kept in two levels.
-constexpr int64_t kLinearStateBytes = 8 << 20;
+// Above this, for one head, the states are kept in two levels, which computes them once more (6 to 12 points of the peak at n = 16384);
+// less where many workers keep theirs at a time.
+inline int64_t linear_state_bytes(int workers) { return max_of(int64_t(8) << 20, min_of(int64_t(20) << 20, (int64_t(160) << 20) / workers)); }
 
 template <class Real>
 struct StateLayout {
@@ -84,7 +85,7 @@ struct LinearBackward {
     segment_size = segment_chunks * chunk;
     segments = int(max_of(int64_t(1), (chunks + segment_chunks - 1) / segment_chunks));
     group = segment_chunks;
-    if (group * layout.size * int64_t(sizeof(Real)) > kLinearStateBytes)
+    if (group * layout.size * int64_t(sizeof(Real)) > linear_state_bytes(pool.num_workers))
       for (group = 1; group * group < segment_chunks;) group++;
     if (!p.causal) group = 1;
   }

@@ -108,26 +108,34 @@ struct LinearChunk {
 
   // ---- rows in ----
 
-  bool pack_keys(int64_t begin, int rows) {
+  // `forward`: the keys behind these are read next.
+  bool pack_keys(int64_t begin, int rows, bool forward) {
     mask = head.mask_rows(begin, rows, mask_temp);
-    const bool finite = feature_rows(p.key_map, adjacent_columns(head.key, begin, rows, head_dim, key_temp), rows, head_dim, mask, key, key_stride);
-    return feature_rows(FeatureMap::kIdentity, adjacent_columns(head.value, begin, rows, head_dim_v, value_temp), rows, head_dim_v, mask, value,
-                        value_stride) &&
-           finite;
+    const int ahead = forward ? chunk : 0;
+    const auto next_key = head.ahead(head.key, begin + rows, ahead, p.seqlen_kv, head_dim),
+               next_value = head.ahead(head.value, begin + rows, ahead, p.seqlen_kv, head_dim_v);
+    const auto key_rows = adjacent_columns(head.key, begin, rows, head_dim, key_temp);
+    const auto value_rows = adjacent_columns(head.value, begin, rows, head_dim_v, value_temp);
+    const bool finite = feature_rows(p.key_map, key_rows, rows, head_dim, mask, key, key_stride, next_key);
+    return feature_rows(FeatureMap::kIdentity, value_rows, rows, head_dim_v, mask, value, value_stride, next_value) && finite;
   }
   bool pack_queries(int index, int64_t begin, int rows, bool with_chunk) {
     const QueryBuffers& q = heads[index];
     const auto query = adjacent_columns(head.template query_rows<const T>(p.query, index), begin, rows, head_dim, query_temp);
-    const bool finite = feature_rows(p.query_map, query, rows, head_dim, (const uint8_t*)nullptr, q.query, key_stride);
+    // Without the chunk queries go forward, and nothing else asks for the next ones.
+    const int ahead = with_chunk ? 0 : chunk;
+    const auto next_query = head.ahead(head.template query_rows<const T>(p.query, index), begin + rows, ahead, p.seqlen_q, head_dim);
+    const auto next_grad = head.ahead(head.template query_rows<const T>(params.grad_out, index), begin + rows, ahead, p.seqlen_q, head_dim_v);
+    const bool finite = feature_rows(p.query_map, query, rows, head_dim, (const uint8_t*)nullptr, q.query, key_stride, next_query);
     for (int panel = first_panel; panel < last_panel; panel++)
       pack_panels<Real>(q.query + panel * P, key_stride, rows, min_of(P, head_dim - panel * P), q.query_panels + panel * panel_stride, 0);
     const auto grad_out = adjacent_columns(head.template query_rows<const T>(params.grad_out, index), begin, rows, head_dim_v, grad_out_temp);
     if (with_chunk) pack_panels<Real>(grad_out.data, grad_out.row_stride, rows, head_dim_v, q.grad_out_panels, panel_stride);
-    return feature_rows(FeatureMap::kIdentity, grad_out, rows, head_dim_v, (const uint8_t*)nullptr, q.grad_out, value_stride) && finite;
+    return feature_rows(FeatureMap::kIdentity, grad_out, rows, head_dim_v, (const uint8_t*)nullptr, q.grad_out, value_stride, next_grad) && finite;
   }
   // Everything of a chunk. value and key_scaled end up times out_j.
   bool pack(int64_t begin, int rows) {
-    bool finite = pack_keys(begin, rows);
+    bool finite = pack_keys(begin, rows, false);
     pack_transposed<Real>(value, value_stride, rows, head_dim_v, value_transposed, value_transposed_stride);
     pack_transposed<Real>(key, key_stride, rows, head_dim, key_transposed, key_transposed_stride);
     pack_panels<Real>(key, key_stride, rows, head_dim, key_panels, panel_stride);
@@ -148,7 +156,7 @@ struct LinearChunk {
   // state = through state + sum_j out_j (v_j b_j^T, b_j)
   bool advance(Real* state, int64_t begin, int64_t end) {
     const int rows = int(end - begin);
-    const bool finite = pack_keys(begin, rows);
+    const bool finite = pack_keys(begin, rows, true);
     if (!finite && rows > 1) {
       for (int64_t i = begin; i < end; i++) advance(state, i, i + 1);
       return false;
@@ -257,7 +265,7 @@ struct LinearChunk {
     store_factors(rows, to, stride);
   }
   void full_keys(const Real* grad_state, bool grad_empty, int64_t begin, int64_t end) {
-    pack_keys(begin, int(end - begin));
+    pack_keys(begin, int(end - begin), true);
     keys(begin, int(end - begin), grad_state, grad_empty, false);
   }
 

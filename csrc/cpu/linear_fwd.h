@@ -159,12 +159,16 @@ struct LinearForward {
     // Keys and values of tokens [begin, begin + rows); zeros where they are masked. Returns whether the others are finite.
     bool pack_keys(int64_t begin, int rows) {
       const uint8_t* mask = head.mask_rows(begin, rows, buf.mask);
-      bool finite = feature_rows(f.p.key_map, adjacent_columns(head.key, begin, rows, f.head_dim, buf.key_temp), rows, f.head_dim, mask, buf.key, f.key_stride);
+      // With causality queries() asks for the rows of the next chunk.
+      const Ahead next_key = f.p.causal ? Ahead() : head.ahead(head.key, begin + rows, rows, f.p.seqlen_kv, f.head_dim);
+      const Ahead next_value = f.p.causal ? Ahead() : head.ahead(head.value, begin + rows, rows, f.p.seqlen_kv, f.head_dim_v);
+      const Matrix<const T> key = adjacent_columns(head.key, begin, rows, f.head_dim, buf.key_temp);
+      bool finite = feature_rows(f.p.key_map, key, rows, f.head_dim, mask, buf.key, f.key_stride, next_key);
       const Matrix<const T> value = adjacent_columns(head.value, begin, rows, f.head_dim_v, buf.value_temp);
       for (int panel = first_panel; panel < last_panel; panel++) {
         Real* to = state(panel) + state_elements();
         const int cols = min_of(P, f.head_dim_v - panel * P);
-        finite &= pack_panels<Real>(value.data + panel * P, value.row_stride, rows, cols, to, 0) || mask;
+        finite &= pack_panels<Real>(value.data + panel * P, value.row_stride, rows, cols, to, 0, panel == first_panel ? next_value : Ahead()) || mask;
         for (int i = 0; mask && i < rows; i++)
           for (int d = 0; d < P; d += kN) {
             if (!mask[i]) V(Real(0)).store(to + i * P + d);

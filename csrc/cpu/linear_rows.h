@@ -118,11 +118,12 @@ ALWAYS_INLINE bool is_zero(Vec<T, N> x) {
 // dst[row] = map(src[row]), zeros behind `cols` up to a whole vector, whole rows of zeros where the mask is 0; the mask may
 // be null. Returns whether all of dst is finite.
 template <FeatureMap kMap, class T, class Real>
-bool feature_rows(const Matrix<const T>& src, int rows, int cols, const uint8_t* mask, Real* dst, int dst_stride) {
+bool feature_rows(const Matrix<const T>& src, int rows, int cols, const uint8_t* mask, Real* dst, int dst_stride, const Ahead& ahead) {
   using V = NativeVec<Real>;
   V check(Real(0));
   const T* from = src.data;
   for (int row = 0; row < rows; row++, from += src.row_stride, dst += dst_stride) {
+    ahead.fetch(row, row + 1);
     if (mask && !mask[row]) {
       for (int d = 0; d < cols; d += V::kLanes) V(Real(0)).store(dst + d);
       continue;
@@ -143,8 +144,9 @@ bool feature_rows(const Matrix<const T>& src, int rows, int cols, const uint8_t*
   return is_zero(check);
 }
 template <class T, class Real>
-bool feature_rows(FeatureMap map, const Matrix<const T>& src, int rows, int cols, const uint8_t* mask, Real* dst, int dst_stride) {
-  return with_feature(map, [&](auto kind) { return feature_rows<decltype(kind)::value>(src, rows, cols, mask, dst, dst_stride); });
+bool feature_rows(FeatureMap map, const Matrix<const T>& src, int rows, int cols, const uint8_t* mask, Real* dst, int dst_stride,
+                  const Ahead& ahead = Ahead()) {
+  return with_feature(map, [&](auto kind) { return feature_rows<decltype(kind)::value>(src, rows, cols, mask, dst, dst_stride, ahead); });
 }
 
 // to[row] = slope(y[row]) grad[row], zeros where the mask is 0; from row `begin` of `to` on.
@@ -251,6 +253,11 @@ struct LinearHead {
     log_decay = rows<const Real>(params.log_decay);
   }
   int64_t group() const { return p->num_heads / p->num_heads_kv; }
+  // Rows [begin, begin + rows) of a matrix of `seqlen` rows, to be read next.
+  template <class Element>
+  static Ahead ahead(const Matrix<const Element>& m, int64_t begin, int rows, int64_t seqlen, int cols) {
+    return Ahead::of(m, begin, int(min_of(int64_t(rows), seqlen - begin)), cols);
+  }
   // Of the kv head, and of query head `i` of its group; null where the tensor is absent.
   template <class Element>
   Matrix<Element> rows(const TensorView& view) const {
