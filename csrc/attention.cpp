@@ -45,36 +45,9 @@ struct ScoreShape {
 
 // Checks all arguments, fills `params` but for results and batch dimensions, and adds the tensors to `batch_dims`.
 ScoreShape check_attention(AttentionArguments* args, AttentionParams* params, BatchDims* batch_dims) {
-  Tensor &query = args->query, &key = args->key, &value = args->value;
-  read(&query);
-  read(&key);
-  params->dtype = dtype_of(query);
+  const Tensor& query = args->query;
+  check_query_key_value(&args->query, &args->key, &args->value, params, batch_dims);
   const int32_t real = real_dtype(query.dtype);
-  if (query.rank < 3) fail("query must have shape (..., num_heads, seqlen_q, head_dim), got ", query.shape());
-  check_key_or_value(key, query);
-  params->num_heads = query.size(-3), params->num_heads_kv = key.size(-3);
-  params->seqlen_q = query.size(-2), params->seqlen_kv = key.size(-2);
-  params->head_dim = query.size(-1);
-  if (key.size(-1) != params->head_dim) fail("key must have the head_dim of query (", params->head_dim, "), got shape ", key.shape());
-  if (params->num_heads_kv == 0 ? params->num_heads != 0 : params->num_heads % params->num_heads_kv != 0) {
-    fail("num_heads of query must be a multiple of num_heads_kv of key, got ", params->num_heads, " and ", params->num_heads_kv);
-  }
-  check_length("seqlen_q of query", params->seqlen_q);
-  check_length("seqlen_kv of key", params->seqlen_kv);
-  check_length("num_heads of query", params->num_heads);
-  check_head_dim("head_dim of query", params->head_dim);
-  batch_dims->add(query, params->dtype, &params->query);
-  batch_dims->add(key, params->dtype, &params->key);
-  if (value) {
-    read(&value);
-    check_key_or_value(value, query);
-    if (value.size(-3) != params->num_heads_kv || value.size(-2) != params->seqlen_kv) {
-      fail("value must have the num_heads_kv and seqlen_kv of key, of shape ", key.shape(), ", got shape ", value.shape());
-    }
-    params->head_dim_v = value.size(-1);
-    check_head_dim("head_dim_v of value", params->head_dim_v);
-    batch_dims->add(value, params->dtype, &params->value);
-  }
 
   ScoreShape scores;
   scores.rank = query.rank;

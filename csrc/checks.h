@@ -248,4 +248,37 @@ inline void check_batch_size(const char* name, int64_t size) {
   if (size < 0) fail(name, " must not be negative, got ", size);
 }
 
+// Reads query (..., num_heads, seqlen_q, head_dim), key and, where it is given, value, fills in their dtype and sizes, and adds them to
+// `batch_dims`.
+template <class Params>
+void check_query_key_value(Tensor* query, Tensor* key, Tensor* value, Params* params, BatchDims* batch_dims) {
+  read(query);
+  read(key);
+  params->dtype = dtype_of(*query);
+  if (query->rank < 3) fail("query must have shape (..., num_heads, seqlen_q, head_dim), got ", query->shape());
+  check_key_or_value(*key, *query);
+  params->num_heads = query->size(-3), params->num_heads_kv = key->size(-3);
+  params->seqlen_q = query->size(-2), params->seqlen_kv = key->size(-2);
+  params->head_dim = query->size(-1);
+  if (key->size(-1) != params->head_dim) fail("key must have the head_dim of query (", params->head_dim, "), got shape ", key->shape());
+  if (params->num_heads_kv == 0 ? params->num_heads != 0 : params->num_heads % params->num_heads_kv != 0) {
+    fail("num_heads of query must be a multiple of num_heads_kv of key, got ", params->num_heads, " and ", params->num_heads_kv);
+  }
+  check_length("seqlen_q of query", params->seqlen_q);
+  check_length("seqlen_kv of key", params->seqlen_kv);
+  check_length("num_heads of query", params->num_heads);
+  check_head_dim("head_dim of query", params->head_dim);
+  batch_dims->add(*query, params->dtype, &params->query);
+  batch_dims->add(*key, params->dtype, &params->key);
+  if (!*value) return;
+  read(value);
+  check_key_or_value(*value, *query);
+  if (value->size(-3) != params->num_heads_kv || value->size(-2) != params->seqlen_kv) {
+    fail("value must have the num_heads_kv and seqlen_kv of key, of shape ", key->shape(), ", got shape ", value->shape());
+  }
+  params->head_dim_v = value->size(-1);
+  check_head_dim("head_dim_v of value", params->head_dim_v);
+  batch_dims->add(*value, params->dtype, &params->value);
+}
+
 }  // namespace tiled_attention

@@ -37,29 +37,8 @@ void* check_state(Tensor* tensor, int32_t real, const int64_t* sizes, int64_t ra
 
 // Checks all arguments but the state, fills `params` but for results and batch dimensions, and adds the tensors to `batch_dims`.
 StateShape check_linear(LinearArguments* args, LinearAttentionParams* params, BatchDims* batch_dims) {
-  Tensor &query = args->query, &key = args->key, &value = args->value;
-  read(&query);
-  read(&key);
-  read(&value);
-  params->dtype = dtype_of(query);
-  if (query.rank < 3) fail("query must have shape (..., num_heads, seqlen_q, head_dim), got ", query.shape());
-  check_key_or_value(key, query);
-  check_key_or_value(value, query);
-  params->num_heads = query.size(-3), params->num_heads_kv = key.size(-3);
-  params->seqlen_q = query.size(-2), params->seqlen_kv = key.size(-2);
-  params->head_dim = query.size(-1), params->head_dim_v = value.size(-1);
-  if (key.size(-1) != params->head_dim) fail("key must have the head_dim of query (", params->head_dim, "), got shape ", key.shape());
-  if (params->num_heads_kv == 0 ? params->num_heads != 0 : params->num_heads % params->num_heads_kv != 0) {
-    fail("num_heads of query must be a multiple of num_heads_kv of key, got ", params->num_heads, " and ", params->num_heads_kv);
-  }
-  if (value.size(-3) != params->num_heads_kv || value.size(-2) != params->seqlen_kv) {
-    fail("value must have the num_heads_kv and seqlen_kv of key, of shape ", key.shape(), ", got shape ", value.shape());
-  }
-  check_length("seqlen_q of query", params->seqlen_q);
-  check_length("seqlen_kv of key", params->seqlen_kv);
-  check_length("num_heads of query", params->num_heads);
-  check_head_dim("head_dim of query", params->head_dim);
-  check_head_dim("head_dim_v of value", params->head_dim_v);
+  const Tensor &query = args->query, &key = args->key;
+  check_query_key_value(&args->query, &args->key, &args->value, params, batch_dims);
   params->query_map = check_map("query_map", args->query_map);
   params->key_map = check_map("key_map", args->key_map);
   check_finite("scale", args->scale);
@@ -67,9 +46,6 @@ StateShape check_linear(LinearArguments* args, LinearAttentionParams* params, Ba
   if (args->causal && params->seqlen_q != params->seqlen_kv) {
     fail("key must have the seqlen of query (", params->seqlen_q, ") when causal, got shape ", key.shape());
   }
-  batch_dims->add(query, params->dtype, &params->query);
-  batch_dims->add(key, params->dtype, &params->key);
-  batch_dims->add(value, params->dtype, &params->value);
   if (args->key_mask) {
     read(&args->key_mask);
     check_dtype(args->key_mask, codes.boolean);

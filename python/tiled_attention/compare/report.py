@@ -46,13 +46,18 @@ def machine_lines(machine: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def parity_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
-    """Per case and dtype the tensor that comes closest to its limit; then what breaks a limit, in full."""
+def _nearest_to_limit(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One row per case and dtype."""
     worst: dict[tuple[str, str], Mapping[str, Any]] = {}
     for row in rows:
         key = row["case"], row["dtype"]
         if key not in worst or row["tiled"] / row["limit"] > worst[key]["tiled"] / worst[key]["limit"]:
             worst[key] = row
+    return list(worst.values())
+
+
+def parity_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Per case and dtype the tensor that comes closest to its limit; then what breaks a limit, in full."""
     columns = "case, dtype, tensor, tiled, limit, SDPA, nn.MHA, within"
 
     def line(row: Mapping[str, Any]) -> list[str]:
@@ -63,7 +68,7 @@ def parity_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
         _table(
             "Parity: largest error against float64, of the tensor nearest to its limit",
             columns,
-            map(line, worst.values()),
+            map(line, _nearest_to_limit(rows)),
             left=3,
             caption=f"{len(rows)} tensors, {sum(row['passed'] for row in rows)} within their limit; nn.MHA is nn.MultiheadAttention; "
             "- where PyTorch lacks the option",
@@ -113,12 +118,7 @@ def memory_parts(memory: Mapping[str, Any]) -> list[Table | str]:
 
 def linear_tables(linear: Mapping[str, Any]) -> list[Table | str]:
     """Parity, speed, crossover, memory and decoding of linear attention, and FAVOR+ in a trained model."""
-    worst: dict[tuple[str, str], Mapping[str, Any]] = {}
-    for row in linear["parity"]:
-        key = row["case"], row["dtype"]
-        if key not in worst or row["tiled"] / row["limit"] > worst[key]["tiled"] / worst[key]["limit"]:
-            worst[key] = row
-    shown = [*worst.values(), *(row for row in linear["parity"] if not row["passed"])]
+    shown = [*_nearest_to_limit(linear["parity"]), *(row for row in linear["parity"] if not row["passed"])]
     parity = (
         [row["case"], row["dtype"], row["tensor"], *(_number(row[name]) for name in ("tiled", "definition", "limit")), _mark(row["passed"])]
         for row in shown
