@@ -31,13 +31,17 @@ LOCKED := -c $(STAMPS)/constraints.txt
 CPP := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PY := python tests benchmarks examples tools setup.py
 
-.PHONY: help dev test test-fast check check-cpp check-python check-types check-tree check-example format bench compare dist clean
+.PHONY: help dev test test-fast test-native test-native-all check check-cpp check-python check-types check-tree check-example check-cuda gpu format \
+  bench compare dist clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
 help:
 	@echo 'make compare [ARGS=--quick]   build, then compare with PyTorch: parity, speed, memory, real models; results in compare-results'
 	@echo 'make test | test-fast         build, then run the tests (test-fast leaves out the slow ones)'
+	@echo 'make test-native              the CUDA kernels on an emulator, small sizes; test-native-all: all sizes, every sanitizer'
+	@echo 'make check-cuda               compile the CUDA kernels for every target and report on them, without a GPU'
+	@echo 'make gpu                      on a machine with a GPU: build, validate and time the CUDA kernels'
 	@echo 'make check | format           formatting, lint, types, layers, file sizes, symbols, the example'
 	@echo 'make bench [OP=attention]     the benchmark, of one operator (attention, linear) if named'
 	@echo 'make dev                      editable build in $(ENV)'
@@ -73,10 +77,16 @@ dev: $(TEST) $(STAMPS)/dev.txt
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(ENV_PYTHON) -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 test: $(TEST)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m 'not native' $(ARGS)
 
 test-fast: $(TEST)
-	$(PYTEST) -m 'not slow' $(ARGS)
+	$(PYTEST) -m 'not native and not slow' $(ARGS)
+
+test-native: $(TEST)
+	$(PYTEST) -m 'native and not slow' tests/native $(ARGS)
+
+test-native-all: $(TEST)
+	$(PYTEST) -m native tests/native $(ARGS)
 
 # Each on its own, so that `make -k check` reports all of them.
 CHECKS := check-cpp check-python check-types check-tree check-example
@@ -98,6 +108,12 @@ check-tree:
 
 check-example:
 	$(ENV_PYTHON) examples/quickstart.py
+
+check-cuda: $(STAMPS)/test.txt
+	$(ENV_PYTHON) tools/check_cuda.py $(ARGS)
+
+gpu: $(TEST)
+	$(ENV_PYTHON) benchmarks/gpu.py $(ARGS)
 
 format: $(STAMPS)/dev.txt
 	$(ENV)/bin/clang-format -i $(CPP)

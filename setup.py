@@ -1,22 +1,33 @@
-"""Builds the operator library; everything static is in pyproject.toml.
+"""Builds the operator libraries; everything static is in pyproject.toml.
 
 The CPU kernels are one source, compiled once per instruction set into an object library of its own; the extension links all of them and
-chooses at run time. Objects stay in build/kernels-<platform>, so that editable installs rebuild only what changed.
-Environment: MAX_JOBS, how many compilers may run at a time.
+chooses at run time. The CUDA kernels are a second extension, from the same operators. Objects of kernels stay in build/kernels-<platform>
+and build/cuda-<platform>-<targets>, so that editable installs rebuild only what changed.
+Environment:
+    MAX_JOBS                    how many compilers may run at a time
+    TILED_ATTENTION_CUDA        auto (default): build the CUDA kernels where nvcc and a torch with the same CUDA are, and go on without them
+                                where that fails; 1: stop where it fails; 0: leave them out
+    TILED_ATTENTION_CUDA_ARCHS  their targets, such as "80 90"; PTX of the last one serves later devices
 """
 
 import copy
 import os
 import platform
+import re
+import shutil
 import subprocess
+import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
+import torch
 from setuptools import Extension, setup
 from setuptools.command.build_clib import build_clib
 from setuptools.command.build_ext import build_ext
-from torch.utils.cpp_extension import include_paths, library_paths
+from setuptools.errors import CCompilerError
+from setuptools.modified import newer_group
+from torch.utils.cpp_extension import CUDA_HOME, include_paths, library_paths
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
@@ -37,6 +48,96 @@ KERNEL_FLAGS = [
     "-fPIC",
 ]
 KERNEL_HEADERS = sorted([*glob("csrc/core/*.h"), *glob("csrc/cpu/*.h")])
+
+OPERATORS = ["csrc/attention.cpp", "csrc/linear_attention.cpp"]
+# Stable ABI of torch 2.10 and later; no symbol of Python is used.
+MACROS = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("TORCH_STABLE_ONLY", None), ("Py_LIMITED_API", "0x030a0000")]
+
+CUDA = os.environ.get("TILED_ATTENTION_CUDA") or "auto"
+CUDA_ARCHS = re.findall(r"\d+[af]?", (os.environ.get("TILED_ATTENTION_CUDA_ARCHS") or "80 90 100 120").replace(".", ""))
+CUDA_KERNELS = sorted(glob("csrc/cuda/instances/*.cu"))
+CUDA_HEADERS = sorted([*glob("csrc/core/*.h"), *glob("csrc/cuda/*.h"), *glob("csrc/cuda/*.cuh")])
+CUDA_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Icsrc"]
+
+
+class CudaMissing(Exception):
+    """Why the CUDA kernels cannot be built here."""
+
+
+def nvcc() -> str:
+    """The compiler, if it is there and its code can be linked with this torch."""
+    if torch.version.cuda is None:
+        raise CudaMissing(f"torch {torch.__version__} has no CUDA")
+    found = shutil.which(os.path.join(CUDA_HOME or "", "bin", "nvcc")) or shutil.which("nvcc")
+    if found is None:
+        raise CudaMissing("nvcc was not found: set CUDA_HOME, or put it on the PATH")
+    release = re.search(r"release (\d+)\.(\d+)", subprocess.run([found, "--version"], capture_output=True, text=True).stdout)
+    if release is None or release[1] != torch.version.cuda.split(".")[0]:
+        raise CudaMissing(
+            f"{found} is of CUDA {release[0] if release else 'unknown'}, torch {torch.__version__} of CUDA {torch.version.cuda}"
+        )
+    return found
+
+
+def cuda_folders() -> list[str]:
+    """Where nvcc links from: it may be a script anywhere that calls the one in its toolkit."""
+    commands = subprocess.run([nvcc(), "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    return re.findall(r'"-L([^"]+)"', next((line for line in commands.splitlines() if line.startswith("#$ LIBRARIES=")), ""))
+
+
+def gencode() -> list[str]:
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in CUDA_ARCHS]
+    return [*targets, f"-gencode=arch=compute_{CUDA_ARCHS[-1]},code=compute_{CUDA_ARCHS[-1]}"]
+
+
+def compile_cuda(folder: str) -> list[str]:
+    """The objects of the CUDA kernels, compiled side by side into `folder` where they are older than what they are made of."""
+    os.makedirs(folder, exist_ok=True)
+    names = " ".join([*(f"sm_{arch}" for arch in CUDA_ARCHS), f"compute_{CUDA_ARCHS[-1]}"])
+    compiler = nvcc()
+
+    def compiled(source: str) -> str:
+        target = os.path.join(folder, os.path.basename(source).removesuffix(".cu") + ".o")
+        if not os.path.exists(target) or newer_group([source, *CUDA_HEADERS, "setup.py"], target):
+            command = [compiler, *CUDA_FLAGS, *gencode(), f'-DTILED_ATTENTION_CUDA_ARCHS="{names}"', "-c", source, "-o", target]
+            print(" ".join(command), flush=True)
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise CudaMissing(f"{source} does not compile:\n{done.stdout}{done.stderr}")
+        return target
+
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
+        return list(pool.map(compiled, CUDA_KERNELS))
+
+
+def cuda_extension() -> list[Extension]:
+    """The extension of the CUDA kernels, if it is to be built; CudaMissing where it has to be and cannot."""
+    if CUDA not in ("auto", "0", "1"):
+        sys.exit(f"TILED_ATTENTION_CUDA must be auto, 0 or 1, got {CUDA}")
+    if not CUDA_ARCHS:
+        sys.exit(f"TILED_ATTENTION_CUDA_ARCHS must name targets such as 80 or 9.0, got {os.environ['TILED_ATTENTION_CUDA_ARCHS']}")
+    if CUDA == "0":
+        return []
+    try:
+        folders = cuda_folders()
+    except CudaMissing as missing:
+        if CUDA == "1":
+            sys.exit(f"TILED_ATTENTION_CUDA=1, but {missing}")
+        print(f"building without CUDA: {missing}", flush=True)
+        return []
+    extension = Extension(
+        "tiled_attention._cuda",
+        sources=["csrc/cuda_library.cpp", *OPERATORS],
+        depends=[*sorted(glob("csrc/*.h")), *CUDA_HEADERS, *CUDA_KERNELS, "setup.py"],
+        include_dirs=include_paths(),
+        define_macros=[*MACROS, ("TILED_ATTENTION_BACKEND_CUDA", None), ("USE_CUDA", None)],
+        extra_compile_args=["-O2", "-g0", "-fvisibility=hidden"],
+        library_dirs=[*library_paths(), *folders],
+        libraries=["torch", "torch_cuda", "torch_cpu", "c10_cuda", "c10", "cudart"],
+        py_limited_api=True,
+        language="c++",
+    )
+    return [extension]
 
 
 def kernel_library(isa: str, flags: list[str]) -> tuple[str, dict]:
@@ -69,7 +170,7 @@ class BuildKernels(build_clib):
 
 class BuildOperators(build_ext):
     """Builds the object libraries first. Asks for C++17 where the compiler's default is older, and otherwise leaves the standard to the
-    compiler and to torch's headers."""
+    compiler and to torch's headers. A failure of the CUDA extension costs only that extension, unless TILED_ATTENTION_CUDA=1."""
 
     def run(self) -> None:
         self.run_command("build_clib")
@@ -84,27 +185,40 @@ class BuildOperators(build_ext):
                 extension.extra_compile_args.append("-std=gnu++17")
         super().build_extensions()
 
+    def build_extension(self, extension: Extension) -> None:
+        if not extension.name.endswith("._cuda"):
+            return super().build_extension(extension)
+        # The operators are compiled a second time, beside the objects of the first.
+        command = copy.copy(self)
+        command.build_temp = os.path.join(self.build_temp, "cuda")
+        try:
+            build_base = self.get_finalized_command("build").build_base
+            folder = f"cuda-{sysconfig.get_platform()}-{'-'.join(CUDA_ARCHS)}"
+            extension.extra_objects = compile_cuda(os.path.join(build_base, folder))
+            super(BuildOperators, command).build_extension(extension)
+        except (CudaMissing, CCompilerError) as problem:
+            if CUDA == "1":
+                raise
+            print(f"WARNING: going on without CUDA: {problem}", file=sys.stderr, flush=True)
+            self.extensions.remove(extension)
+
 
 setup(
     libraries=[kernel_library(isa, flags) for isa, flags in ISA_FLAGS.items()],
     ext_modules=[
         Extension(
             "tiled_attention._cpu",
-            sources=["csrc/library.cpp", "csrc/attention.cpp", "csrc/linear_attention.cpp", "csrc/cpu/select.cpp"],
+            sources=["csrc/library.cpp", *OPERATORS, "csrc/cpu/select.cpp"],
             depends=[*sorted(glob("csrc/*.h")), *KERNEL_HEADERS, KERNEL_SOURCE, "setup.py"],
             include_dirs=include_paths(),
-            # Stable ABI of torch 2.10 and later; no symbol of Python is used.
-            define_macros=[
-                ("TORCH_TARGET_VERSION", "0x020a000000000000"),
-                ("TORCH_STABLE_ONLY", None),
-                ("Py_LIMITED_API", "0x030a0000"),
-            ],
+            define_macros=MACROS,
             extra_compile_args=["-O2", "-g0", "-fvisibility=hidden"],
             library_dirs=library_paths(),
             libraries=["torch", "torch_cpu", "c10"],
             py_limited_api=True,
             language="c++",
-        )
+        ),
+        *cuda_extension(),
     ],
     cmdclass={"build_clib": BuildKernels, "build_ext": BuildOperators},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},

@@ -1,10 +1,7 @@
 // Exact attention, Tensor side: check, allocate, fill params by name, run the kernels.
 
-#include <limits>
-
+#include "backend.h"
 #include "checks.h"
-#include "cpu/kernels.h"
-#include "threads.h"
 
 namespace tiled_attention {
 namespace {
@@ -86,37 +83,12 @@ void finish_batch(const ScoreShape& scores, const BatchDims& batch_dims, Attenti
 
 bool has_rows(const AttentionParams& params) { return params.batch != 0 && params.num_heads != 0 && params.seqlen_q != 0; }
 
-// lse of rows without any key: the sink, or -inf.
-template <class Real>
-void fill_empty_lse(const AttentionParams& params) {
-  Real* lse = static_cast<Real*>(params.lse);
-  const Real* sinks = static_cast<const Real*>(params.sinks);
-  for (int64_t bh = 0; bh < params.batch * params.num_heads; ++bh) {
-    const Real value = sinks ? sinks[bh % params.num_heads] : -std::numeric_limits<Real>::infinity();
-    for (int64_t i = 0; i < params.seqlen_q; ++i) *lse++ = value;
-  }
-}
-
-// Gradient of those rows: lse is the sink itself, so what arrives at lse passes on to it; a sink of -inf is no sink.
-template <class Real>
-void add_empty_sinks_grad(const AttentionBackwardParams& params) {
-  const AttentionParams& forward = params.forward;
-  const Real* grad_lse = static_cast<const Real*>(params.grad_lse);
-  const Real* sinks = static_cast<const Real*>(forward.sinks);
-  Real* grad_sinks = static_cast<Real*>(params.grad_sinks);
-  for (int64_t bh = 0; bh < forward.batch * forward.num_heads; ++bh) {
-    const int64_t h = bh % forward.num_heads;
-    if (sinks[h] == -std::numeric_limits<Real>::infinity()) continue;
-    for (int64_t i = 0; i < forward.seqlen_q; ++i) grad_sinks[h] += grad_lse[bh * forward.seqlen_q + i];
-  }
-}
-
 // attention_fwd and attention: (out, lse, residual).
 void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   AttentionArguments args = take_attention_arguments(&arguments);
   const bool with_residual = arguments.scalar<bool>();
-  const Kernels& table = kernels();
+  const Backend backend("attention_fwd", arguments.device());
 
   AttentionParams params;
   BatchDims batch_dims;
@@ -125,9 +97,9 @@ void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
   // lse and 16-bit residuals come with out.
   const int32_t dtype = args.query.dtype;
   Tensor out = empty_in_order_of(args.query, "out", dtype, params.head_dim_v);
-  Tensor lse = empty_contiguous("lse", real_dtype(dtype), scores.rank - 1, scores.sizes);
+  Tensor lse = empty_contiguous("lse", real_dtype(dtype), args.query.device, scores.rank - 1, scores.sizes);
   const bool keeps_residual = with_residual && is_16_bit(dtype);
-  Tensor residual = keeps_residual ? empty_in_order_of(args.query, "residual", dtype, params.head_dim_v) : empty_nothing(dtype);
+  Tensor residual = keeps_residual ? empty_in_order_of(args.query, "residual", dtype, params.head_dim_v) : empty_nothing(dtype, args.query.device);
   batch_dims.add(out, params.dtype, &params.out);
   if (keeps_residual) batch_dims.add(residual, params.dtype, &params.residual);
   params.lse = lse.data;
@@ -136,11 +108,9 @@ void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
   if (has_rows(params) && params.seqlen_kv == 0) {
     fill_bytes(out, 0);
     fill_bytes(residual, 0);
-    params.dtype == DType::kFloat64 ? fill_empty_lse<double>(params) : fill_empty_lse<float>(params);
+    backend.lse_without_keys(params);
   } else if (has_rows(params)) {
-    const ThreadPool pool = thread_pool();
-    const Scratch scratch(table.attention_fwd_scratch(params, pool));
-    table.attention_fwd(params, pool, scratch.data());
+    backend.attention_fwd(params);
   }
   stack[0] = out.release();
   stack[1] = lse.release();
@@ -167,7 +137,7 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
   Tensor lse = arguments.tensor("lse");
   Tensor residual = arguments.tensor("residual");
   const int64_t wanted = arguments.scalar<int64_t>();
-  const Kernels& table = kernels();
+  const Backend backend("attention_bwd", arguments.device());
 
   AttentionBackwardParams params;
   AttentionParams& forward = params.forward;
@@ -206,35 +176,31 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
     batch_dims.add(grads[i], forward.dtype, views[i]);
   }
   if (wants(kBias)) {
-    grads[kBias] = empty_contiguous(names[kBias], real, args.bias.rank, args.bias.sizes);
+    grads[kBias] = empty_contiguous(names[kBias], real, args.bias.device, args.bias.rank, args.bias.sizes);
     batch_dims.add(grads[kBias], real == codes.float64 ? DType::kFloat64 : DType::kFloat32, &params.grad_bias);
   }
   for (int i : {kAlibiSlopes, kSinks}) {
-    if (wants(i)) grads[i] = empty_contiguous(names[i], real, 1, &forward.num_heads);
+    if (wants(i)) grads[i] = empty_contiguous(names[i], real, args.query.device, 1, &forward.num_heads);
   }
   params.grad_alibi_slopes = grads[kAlibiSlopes].data;
   params.grad_sinks = grads[kSinks].data;
   finish_batch(scores, batch_dims, &args, &forward);
 
   if (has_rows(forward) && forward.seqlen_kv != 0) {
-    const ThreadPool pool = thread_pool();
-    const Scratch scratch(table.attention_bwd_scratch(params, pool));
-    table.attention_bwd(params, pool, scratch.data());
+    backend.attention_bwd(params);
   } else {
     for (const Tensor& grad : grads) {
       if (grad) fill_bytes(grad, 0);
     }
-    if (has_rows(forward) && grads[kSinks] && grad_lse) {
-      forward.dtype == DType::kFloat64 ? add_empty_sinks_grad<double>(params) : add_empty_sinks_grad<float>(params);
-    }
+    if (has_rows(forward) && grads[kSinks] && grad_lse) backend.grad_sinks_without_keys(params);
   }
   if (grads[kBias] && args.bias.dtype != real) {
-    Tensor rounded = empty_contiguous(names[kBias], args.bias.dtype, args.bias.rank, args.bias.sizes);
+    Tensor rounded = empty_contiguous(names[kBias], args.bias.dtype, args.bias.device, args.bias.rank, args.bias.sizes);
     if (aoti_torch_copy_(rounded.get(), grads[kBias].get(), 0)) fail("cannot round grad_bias to ", DTypeName{args.bias.dtype});
     grads[kBias] = std::move(rounded);
   }
   for (int i = 0; i < kNumGradients; ++i) {
-    if (!grads[i]) grads[i] = empty_nothing(*inputs[i] ? inputs[i]->dtype : real);
+    if (!grads[i]) grads[i] = empty_nothing(*inputs[i] ? inputs[i]->dtype : real, args.query.device);
     stack[i] = grads[i].release();
   }
 }
@@ -260,7 +226,7 @@ void attention_weights(StableIValue* stack, uint64_t, uint64_t) {
   Tensor lse = arguments.tensor("lse");
   Tensor rows = arguments.optional_tensor("rows");
   const bool average = arguments.scalar<bool>();
-  const Kernels& table = kernels();
+  const Backend backend("attention_weights", arguments.device());
 
   AttentionWeightsParams params;
   AttentionParams& forward = params.forward;
@@ -278,7 +244,7 @@ void attention_weights(StableIValue* stack, uint64_t, uint64_t) {
     params.num_rows = rows.size(0);
     check_length("the number of rows", params.num_rows);
     params.rows = static_cast<const int64_t*>(rows.data);
-    for (int64_t i = 0; i < params.num_rows; ++i) {
+    for (int64_t i = 0; device::kReadsValues && i < params.num_rows; ++i) {
       if (params.rows[i] < 0 || params.rows[i] >= forward.seqlen_q) {
         fail("rows must be in [0, seqlen_q = ", forward.seqlen_q, "), got ", params.rows[i], " at ", i);
       }
@@ -288,13 +254,11 @@ void attention_weights(StableIValue* stack, uint64_t, uint64_t) {
   std::memcpy(sizes, scores.sizes, sizeof(sizes));
   if (average) sizes[scores.rank - 3] = 1;
   sizes[scores.rank - 2] = params.num_rows;
-  Tensor weights = empty_contiguous("weights", real, scores.rank, sizes);
+  Tensor weights = empty_contiguous("weights", real, args.query.device, scores.rank, sizes);
   batch_dims.add(weights, real == codes.float64 ? DType::kFloat64 : DType::kFloat32, &params.weights);
   finish_batch(scores, batch_dims, &args, &forward);
   if (has_rows(forward) && params.num_rows != 0 && forward.seqlen_kv != 0) {
-    const ThreadPool pool = thread_pool();
-    const Scratch scratch(table.attention_weights_scratch(params, pool));
-    table.attention_weights(params, pool, scratch.data());
+    backend.attention_weights(params);
   } else {
     // Only a mean over no heads has elements here.
     fill_bytes(weights, 0xff);
@@ -310,7 +274,7 @@ void dropout_mask(StableIValue* stack, uint64_t, uint64_t) {
   int64_t sizes[4];
   for (int64_t& size : sizes) size = arguments.scalar<int64_t>();
   const IntList offsets = arguments.ints();
-  const Kernels& table = kernels();
+  const Backend backend("dropout_mask", arguments.device());
 
   DropoutParams params;
   check_dropout(dropout_p, &seed, offsets, &params);
@@ -318,8 +282,8 @@ void dropout_mask(StableIValue* stack, uint64_t, uint64_t) {
   check_batch_size("num_heads", sizes[1]);
   check_length("seqlen_q", sizes[2]);
   check_length("seqlen_kv", sizes[3]);
-  Tensor keep = empty_contiguous("the dropout mask", codes.boolean, 4, sizes);
-  if (keep.numel() != 0) table.dropout_mask(params, sizes[0], sizes[1], sizes[2], sizes[3], thread_pool(), static_cast<bool*>(keep.data));
+  Tensor keep = empty_contiguous("the dropout mask", codes.boolean, seed.device, 4, sizes);
+  if (keep.numel() != 0) backend.dropout_mask(params, sizes, keep.data);
   stack[0] = keep.release();
 }
 
@@ -332,7 +296,9 @@ void mask_dense(StableIValue* stack, uint64_t, uint64_t) {
   Tensor query_offset = arguments.optional_tensor("query_offset");
   int64_t sizes[3];
   for (int64_t& size : sizes) size = arguments.scalar<int64_t>();
-  const Kernels& table = kernels();
+  // Where no argument is a tensor, on the first device.
+  const int32_t device = arguments.device() < 0 ? 0 : arguments.device();
+  const Backend backend("_mask_dense", device);
 
   MaskParams params;
   check_batch_size("batch", sizes[0]);
@@ -340,15 +306,15 @@ void mask_dense(StableIValue* stack, uint64_t, uint64_t) {
   check_length("seqlen_kv", sizes[2]);
   check_intervals(intervals, &params);
   check_mask_arrays(&key_lengths, &query_offset, &documents, sizes[0], &params);
-  Tensor visible = empty_contiguous("the mask", codes.boolean, 3, sizes);
-  if (visible.numel() != 0) table.mask_dense(params, sizes[0], sizes[1], sizes[2], static_cast<bool*>(visible.data));
+  Tensor visible = empty_contiguous("the mask", codes.boolean, device, 3, sizes);
+  if (visible.numel() != 0) backend.mask_dense(params, sizes, visible.data);
   stack[0] = visible.release();
 }
 
 }  // namespace
 }  // namespace tiled_attention
 
-STABLE_TORCH_LIBRARY_IMPL(tiled_attention, CPU, m) {
+STABLE_TORCH_LIBRARY_IMPL(tiled_attention, DISPATCH_KEY, m) {
   m.impl("attention_fwd", &tiled_attention::attention_fwd);
   m.impl("attention", &tiled_attention::attention_fwd);
   m.impl("attention_bwd", &tiled_attention::attention_bwd);
@@ -356,5 +322,5 @@ STABLE_TORCH_LIBRARY_IMPL(tiled_attention, CPU, m) {
   m.impl("dropout_mask", &tiled_attention::dropout_mask);
 }
 
-// No argument need be a tensor, so no backend key may be there to choose by.
-STABLE_TORCH_LIBRARY_IMPL(tiled_attention, CompositeExplicitAutograd, m) { m.impl("_mask_dense", &tiled_attention::mask_dense); }
+// No argument need be a tensor: on the CPU no backend key may be there to choose by.
+STABLE_TORCH_LIBRARY_IMPL(tiled_attention, DISPATCH_KEY_WITHOUT_TENSORS, m) { m.impl("_mask_dense", &tiled_attention::mask_dense); }

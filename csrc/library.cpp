@@ -1,18 +1,30 @@
 // The schemas of all operators, and the operators without tensors. A program that is not Python loads this library and
 // calls attention_fwd and attention_bwd itself: the autograd formula is registered from Python.
 
+#include <string>
+
+#include "backend.h"
+#include "checks.h"
+
+#ifndef TILED_ATTENTION_BACKEND_EMULATED
 #include <pthread.h>
 
 #include <atomic>
-#include <string>
-
-#include "checks.h"
-#include "cpu/kernels.h"
-#include "threads.h"
+#endif
 
 namespace tiled_attention {
 namespace {
 
+#ifdef TILED_ATTENTION_BACKEND_EMULATED
+std::string isa_in_use() { return "emulated"; }
+std::string isa_names() { return "emulated"; }
+
+void set_isa(std::string_view isa) {
+  if (isa != "emulated") fail("isa must be one of emulated, got ", isa);
+}
+
+double peak(int64_t) { fail("the emulator has no peak"); }
+#else
 std::atomic<bool> forked{false};
 [[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
 
@@ -38,12 +50,15 @@ double peak(int64_t dtype) {
   if (dtype < 0 || dtype > 3) fail("dtype must be 0 (float32), 1 (float64), 2 (bfloat16) or 3 (float16), got ", dtype);
   return kernels().peak(static_cast<DType>(dtype));
 }
+#endif
 
 void poison(bool on) { poison_buffers = on; }
 
 }  // namespace
 
+#ifndef TILED_ATTENTION_BACKEND_EMULATED
 bool in_forked_child() { return forked.load(std::memory_order_relaxed); }
+#endif
 
 }  // namespace tiled_attention
 

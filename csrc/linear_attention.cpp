@@ -1,8 +1,7 @@
 // Linear attention, Tensor side: check, allocate, fill params by name, run the kernels.
 
+#include "backend.h"
 #include "checks.h"
-#include "cpu/kernels.h"
-#include "threads.h"
 
 namespace tiled_attention {
 namespace {
@@ -107,16 +106,15 @@ void fill_without_tokens(const LinearAttentionParams& params, const Tensor& out,
     fill_bytes(k_sum, 0);
     return;
   }
-  const auto real = static_cast<size_t>(params.dtype == DType::kFloat64 ? 8 : 4);
-  std::memcpy(kv.data, params.initial_kv, static_cast<size_t>(kv.numel()) * real);
-  std::memcpy(k_sum.data, params.initial_k_sum, static_cast<size_t>(k_sum.numel()) * real);
+  copy_bytes(kv, params.initial_kv);
+  copy_bytes(k_sum, params.initial_k_sum);
 }
 
 // linear_attention_fwd and linear_attention: (out, kv, k_sum).
 void linear_attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   LinearArguments args = take_linear_arguments(&arguments);
-  const Kernels& table = kernels();
+  const Backend backend("linear_attention_fwd", arguments.device());
 
   LinearAttentionParams params;
   BatchDims batch_dims;
@@ -124,17 +122,15 @@ void linear_attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
   const int32_t dtype = args.query.dtype, real = real_dtype(dtype);
   check_initial_state(state, real, &args, &params);
   Tensor out = empty_in_order_of(args.query, "out", dtype, params.head_dim_v);
-  Tensor kv = empty_contiguous("kv", real, state.rank, state.kv);
-  Tensor k_sum = empty_contiguous("k_sum", real, state.rank - 1, state.k_sum);
+  Tensor kv = empty_contiguous("kv", real, args.query.device, state.rank, state.kv);
+  Tensor k_sum = empty_contiguous("k_sum", real, args.query.device, state.rank - 1, state.k_sum);
   batch_dims.add(out, params.dtype, &params.out);
   params.final_kv = kv.data, params.final_k_sum = k_sum.data;
   batch_dims.finish(args.query.sizes, args.query.rank - 3, &params);
   if (params.batch * params.num_heads_kv == 0 || params.seqlen_kv == 0) {
     fill_without_tokens(params, out, kv, k_sum);
   } else {
-    const ThreadPool pool = thread_pool();
-    const Scratch scratch(table.linear_fwd_scratch(params, pool));
-    table.linear_fwd(params, pool, scratch.data());
+    backend.linear_fwd(params);
   }
   stack[0] = out.release();
   stack[1] = kv.release();
@@ -150,7 +146,7 @@ void linear_attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
   Tensor grad_k_sum = arguments.optional_tensor("grad_k_sum");
   LinearArguments args = take_linear_arguments(&arguments);
   const int64_t wanted = arguments.scalar<int64_t>();
-  const Kernels& table = kernels();
+  const Backend backend("linear_attention_bwd", arguments.device());
 
   LinearAttentionBackwardParams params;
   LinearAttentionParams& forward = params.forward;
@@ -180,11 +176,11 @@ void linear_attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
     batch_dims.add(grads[i], forward.dtype, views[i]);
   }
   if (wants(kLogDecay)) {
-    grads[kLogDecay] = empty_contiguous(names[kLogDecay], real, args.log_decay.rank, args.log_decay.sizes);
+    grads[kLogDecay] = empty_contiguous(names[kLogDecay], real, args.query.device, args.log_decay.rank, args.log_decay.sizes);
     batch_dims.add(grads[kLogDecay], forward.dtype, &params.grad_log_decay);
   }
-  if (wants(kInitialKv)) grads[kInitialKv] = empty_contiguous(names[kInitialKv], real, state.rank, state.kv);
-  if (wants(kInitialKSum)) grads[kInitialKSum] = empty_contiguous(names[kInitialKSum], real, state.rank - 1, state.k_sum);
+  if (wants(kInitialKv)) grads[kInitialKv] = empty_contiguous(names[kInitialKv], real, args.query.device, state.rank, state.kv);
+  if (wants(kInitialKSum)) grads[kInitialKSum] = empty_contiguous(names[kInitialKSum], real, args.query.device, state.rank - 1, state.k_sum);
   params.grad_initial_kv = grads[kInitialKv].data, params.grad_initial_k_sum = grads[kInitialKSum].data;
   batch_dims.finish(args.query.sizes, args.query.rank - 3, &forward);
   if (forward.batch * forward.num_heads_kv == 0 || forward.seqlen_kv == 0) {
@@ -192,16 +188,13 @@ void linear_attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
       if (grad) fill_bytes(grad, 0);
     }
     // Without tokens the state passes through.
-    const auto real_size = static_cast<size_t>(real == codes.float64 ? 8 : 4);
-    if (grads[kInitialKv] && grad_kv) std::memcpy(params.grad_initial_kv, params.grad_final_kv, static_cast<size_t>(grad_kv.numel()) * real_size);
-    if (grads[kInitialKSum] && grad_k_sum) std::memcpy(params.grad_initial_k_sum, params.grad_final_k_sum, static_cast<size_t>(grad_k_sum.numel()) * real_size);
+    if (grads[kInitialKv] && grad_kv) copy_bytes(grads[kInitialKv], params.grad_final_kv);
+    if (grads[kInitialKSum] && grad_k_sum) copy_bytes(grads[kInitialKSum], params.grad_final_k_sum);
   } else {
-    const ThreadPool pool = thread_pool();
-    const Scratch scratch(table.linear_bwd_scratch(params, pool));
-    table.linear_bwd(params, pool, scratch.data());
+    backend.linear_bwd(params);
   }
   for (int i = 0; i < kNumGradients; ++i) {
-    if (!grads[i]) grads[i] = empty_nothing(i < kLogDecay ? dtype : real);
+    if (!grads[i]) grads[i] = empty_nothing(i < kLogDecay ? dtype : real, args.query.device);
     stack[i] = grads[i].release();
   }
 }
@@ -223,12 +216,13 @@ LinearArguments take_step_arguments(Arguments* stack) {
 }
 
 // Runs one token from the state in `args` to the one in `kv` and `k_sum`, which may be the same memory; returns out.
-Tensor run_step(LinearArguments* args, const StateShape& state, LinearAttentionParams* params, BatchDims* batch_dims, void* kv, void* k_sum) {
+Tensor run_step(const Backend& backend, LinearArguments* args, const StateShape& state, LinearAttentionParams* params, BatchDims* batch_dims, void* kv,
+                void* k_sum) {
   Tensor out = empty_in_order_of(args->query, "out", args->query.dtype, params->head_dim_v);
   batch_dims->add(out, params->dtype, &params->out);
   params->final_kv = kv, params->final_k_sum = k_sum;
   batch_dims->finish(args->query.sizes, state.rank - 3, params);
-  if (params->batch * params->num_heads_kv != 0) kernels().linear_step(*params, thread_pool());
+  if (params->batch * params->num_heads_kv != 0) backend.linear_step(*params);
   return out;
 }
 
@@ -242,14 +236,15 @@ StateShape check_step(LinearArguments* args, LinearAttentionParams* params, Batc
 void linear_attention_step(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   LinearArguments args = take_step_arguments(&arguments);
+  const Backend backend("linear_attention_step", arguments.device());
   LinearAttentionParams params;
   BatchDims batch_dims;
   const StateShape state = check_step(&args, &params, &batch_dims);
   const int32_t real = real_dtype(args.query.dtype);
   check_initial_state(state, real, &args, &params);
-  Tensor kv = empty_contiguous("kv", real, state.rank, state.kv);
-  Tensor k_sum = empty_contiguous("k_sum", real, state.rank - 1, state.k_sum);
-  Tensor out = run_step(&args, state, &params, &batch_dims, kv.data, k_sum.data);
+  Tensor kv = empty_contiguous("kv", real, args.query.device, state.rank, state.kv);
+  Tensor k_sum = empty_contiguous("k_sum", real, args.query.device, state.rank - 1, state.k_sum);
+  Tensor out = run_step(backend, &args, state, &params, &batch_dims, kv.data, k_sum.data);
   stack[0] = out.release();
   stack[1] = kv.release();
   stack[2] = k_sum.release();
@@ -259,6 +254,7 @@ void linear_attention_step(StableIValue* stack, uint64_t, uint64_t) {
 void linear_attention_step_inplace(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   LinearArguments args = take_step_arguments(&arguments);
+  const Backend backend("linear_attention_step_", arguments.device());
   LinearAttentionParams params;
   BatchDims batch_dims;
   const StateShape state = check_step(&args, &params, &batch_dims);
@@ -267,13 +263,13 @@ void linear_attention_step_inplace(StableIValue* stack, uint64_t, uint64_t) {
     if (!tensor->is_contiguous()) fail(tensor->name, " must be contiguous to be replaced in place");
   }
   check_initial_state(state, real_dtype(args.query.dtype), &args, &params);
-  stack[0] = run_step(&args, state, &params, &batch_dims, args.kv.data, args.k_sum.data).release();
+  stack[0] = run_step(backend, &args, state, &params, &batch_dims, args.kv.data, args.k_sum.data).release();
 }
 
 }  // namespace
 }  // namespace tiled_attention
 
-STABLE_TORCH_LIBRARY_IMPL(tiled_attention, CPU, m) {
+STABLE_TORCH_LIBRARY_IMPL(tiled_attention, DISPATCH_KEY, m) {
   m.impl("linear_attention_fwd", &tiled_attention::linear_attention_fwd);
   m.impl("linear_attention", &tiled_attention::linear_attention_fwd);
   m.impl("linear_attention_bwd", &tiled_attention::linear_attention_bwd);

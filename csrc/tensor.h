@@ -2,37 +2,27 @@
 // Tensors as torch's stable ABI hands them over: owned handles whose metadata is read once, the argument stack of an
 // operator, and dense allocation. What the arguments mean is checked in checks.h.
 
-#if __has_include(<sys/mman.h>)
-#include <sys/mman.h>
-#endif
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>
 #include <cstring>
 #include <optional>
-#include <sstream>
-#include <stdexcept>
+#include <ostream>
 #include <utility>
+
+#include "device.h"
+#include "fail.h"
 
 namespace tiled_attention {
 
 constexpr int64_t kMaxRank = 64;
 
-// Raises RuntimeError in Python.
-template <class... Parts>
-[[noreturn, gnu::noinline, gnu::cold]] void fail(const Parts&... parts) {
-  std::ostringstream message;
-  (message << ... << parts);
-  throw std::runtime_error(message.str());
-}
-
-// The numbers that torch gives its dtypes and devices.
+// The numbers that torch gives its dtypes.
 struct Codes {
   int32_t float32 = aoti_torch_dtype_float32(), float64 = aoti_torch_dtype_float64();
   int32_t bfloat16 = aoti_torch_dtype_bfloat16(), float16 = aoti_torch_dtype_float16();
   int32_t int64 = aoti_torch_dtype_int64(), boolean = aoti_torch_dtype_bool(), uint8 = aoti_torch_dtype_uint8();
-  int32_t cpu = aoti_torch_device_type_cpu();
 };
 inline const Codes codes;
 
@@ -54,10 +44,11 @@ struct Shape {
 class Tensor {
  public:
   Tensor() = default;
-  Tensor(const char* name, AtenTensorHandle handle) : name(name), handle_(handle) {}
+  Tensor(const char* name, AtenTensorHandle handle, int32_t device) : name(name), device(device), handle_(handle) {}
   Tensor(Tensor&& other) noexcept { *this = std::move(other); }
   Tensor& operator=(Tensor&& other) noexcept {
-    name = other.name, dtype = other.dtype, rank = other.rank, sizes = other.sizes, strides = other.strides, data = other.data;
+    name = other.name, dtype = other.dtype, device = other.device, rank = other.rank;
+    sizes = other.sizes, strides = other.strides, data = other.data;
     std::swap(handle_, other.handle_);
     return *this;
   }
@@ -78,6 +69,7 @@ class Tensor {
     for (int64_t i = 0; i < rank; ++i) count *= sizes[i];
     return count;
   }
+  size_t bytes() const { return static_cast<size_t>(numel()) * aoti_torch_dtype_element_size(dtype); }
   bool is_contiguous() const {
     bool contiguous = false;
     aoti_torch_is_contiguous(handle_, &contiguous);
@@ -87,6 +79,7 @@ class Tensor {
 
   const char* name = "";
   int32_t dtype = -1;
+  int32_t device = 0;  // index of the device of the call, which read() checks
   int64_t rank = 0;
   const int64_t* sizes = nullptr;
   const int64_t* strides = nullptr;
@@ -96,14 +89,12 @@ class Tensor {
   AtenTensorHandle handle_ = nullptr;
 };
 
-// Refuses None and what is not in CPU memory. Inputs are only read: data is mutable so that one view type serves all.
+// Refuses None and what is not on the device of the call. Inputs are only read: data is mutable so that one view type serves all.
 inline void read(Tensor* tensor) {
   bool defined = false;
   if (*tensor) aoti_torch_is_defined(tensor->get(), &defined);
   if (!defined) fail(tensor->name, " must be a tensor, got None");
-  int32_t device = 0;
-  aoti_torch_get_device_type(tensor->get(), &device);
-  if (device != codes.cpu) fail(tensor->name, " must be on the CPU");
+  device::check(tensor->name, tensor->get(), tensor->device);
   int64_t *sizes = nullptr, *strides = nullptr, storage_bytes = 0, last = 0;
   const void* data = nullptr;
   if (aoti_torch_get_dim(tensor->get(), &tensor->rank) || aoti_torch_get_sizes(tensor->get(), &sizes) || aoti_torch_get_strides(tensor->get(), &strides) ||
@@ -140,8 +131,8 @@ class Arguments {
   T scalar() {
     return torch::stable::detail::to<T>(*next_++);
   }
-  Tensor tensor(const char* name) { return Tensor(name, scalar<AtenTensorHandle>()); }
-  Tensor optional_tensor(const char* name) { return Tensor(name, scalar<std::optional<AtenTensorHandle>>().value_or(nullptr)); }
+  Tensor tensor(const char* name) { return take(name, scalar<AtenTensorHandle>()); }
+  Tensor optional_tensor(const char* name) { return take(name, scalar<std::optional<AtenTensorHandle>>().value_or(nullptr)); }
   IntList ints() {
     IntList list;
     StableListHandle handle = scalar<StableListHandle>();
@@ -156,39 +147,34 @@ class Arguments {
     torch_delete_list(handle);
     return list;
   }
+  // Index of the device of the call: that of the first tensor on a device of this kind, -1 where none is.
+  int32_t device() const { return device_; }
 
  private:
+  Tensor take(const char* name, AtenTensorHandle handle) {
+    if (device_ < 0) device_ = device::index_of(handle);
+    return Tensor(name, handle, device_);
+  }
+
   StableIValue* next_;
+  int32_t device_ = -1;
 };
 
 // 0 and 0xff give elements that are 0 and NaN in every float dtype. The tensor must be dense.
-inline void fill_bytes(const Tensor& tensor, int byte) {
-  const size_t bytes = static_cast<size_t>(tensor.numel()) * aoti_torch_dtype_element_size(tensor.dtype);
-  if (bytes) std::memset(tensor.data, byte, bytes);
-}
+inline void fill_bytes(const Tensor& tensor, int byte) { device::fill(tensor.data, byte, tensor.bytes(), tensor.device); }
 
-// Fresh memory costs a page fault for every 4 KiB, each about as long as 10^3 multiply-adds, and large blocks are fresh in every call.
-inline void ask_for_huge_pages(const Tensor& tensor) {
-#ifdef MADV_HUGEPAGE
-  constexpr uintptr_t kPage = uintptr_t(2) << 20;
-  const auto begin = reinterpret_cast<uintptr_t>(tensor.data);
-  const auto bytes = static_cast<uintptr_t>(tensor.numel()) * aoti_torch_dtype_element_size(tensor.dtype);
-  const uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = (begin + bytes) / kPage * kPage;
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#else
-  (void)tensor;
-#endif
-}
+// `from` holds as many bytes, on the same device.
+inline void copy_bytes(const Tensor& to, const void* from) { device::copy(to.data, from, to.bytes(), to.device); }
 
 // Uninitialised. `strides` must be dense.
-inline Tensor empty(const char* name, int32_t dtype, int64_t rank, const int64_t* sizes, const int64_t* strides) {
+inline Tensor empty(const char* name, int32_t dtype, int32_t device, int64_t rank, const int64_t* sizes, const int64_t* strides) {
   AtenTensorHandle handle = nullptr;
-  if (aoti_torch_empty_strided(rank, sizes, strides, dtype, codes.cpu, 0, &handle)) {
+  if (aoti_torch_empty_strided(rank, sizes, strides, dtype, device::type, device, &handle)) {
     fail("cannot allocate ", name, " of shape ", Shape{sizes, rank});
   }
-  Tensor tensor(name, handle);
+  Tensor tensor(name, handle, device);
   read(&tensor);
-  ask_for_huge_pages(tensor);
+  device::prepare(tensor.data, tensor.bytes());
   if (poison_buffers) fill_bytes(tensor, 0xff);
   return tensor;
 }
@@ -204,17 +190,17 @@ inline void dense_strides(const char* name, int64_t rank, const int64_t* sizes, 
   }
 }
 
-inline Tensor empty_contiguous(const char* name, int32_t dtype, int64_t rank, const int64_t* sizes) {
+inline Tensor empty_contiguous(const char* name, int32_t dtype, int32_t device, int64_t rank, const int64_t* sizes) {
   int64_t order[kMaxRank], strides[kMaxRank];
   for (int64_t i = 0; i < rank; ++i) order[i] = i;
   dense_strides(name, rank, sizes, order, strides);
-  return empty(name, dtype, rank, sizes, strides);
+  return empty(name, dtype, device, rank, sizes, strides);
 }
 
 // What stands for a result that was not asked for: shape (0,).
-inline Tensor empty_nothing(int32_t dtype) {
+inline Tensor empty_nothing(int32_t dtype, int32_t device) {
   const int64_t size = 0;
-  return empty_contiguous("nothing", dtype, 1, &size);
+  return empty_contiguous("nothing", dtype, device, 1, &size);
 }
 
 // No two elements share memory and there are no gaps.
@@ -236,7 +222,7 @@ inline bool is_dense(const Tensor& tensor) {
   return true;
 }
 
-// Uninitialised, of the sizes of `tensor` but with `last_size` in the last dimension, dense in the order in which the
+// Uninitialised, on the device and of the sizes of `tensor` but with `last_size` in the last dimension, dense in the order in which the
 // dimensions of `tensor` lie in memory. The strides are those of torch.empty_like where `last_size` changes nothing:
 //   - `tensor` dense and the last size the same: its own strides, whatever they are along dimensions of size 1;
 //   - `tensor` contiguous: contiguous;
@@ -250,9 +236,9 @@ inline Tensor empty_in_order_of(const Tensor& tensor, const char* name, int32_t 
   const int64_t rank = tensor.rank;
   int64_t sizes[kMaxRank], strides[kMaxRank], inner[kMaxRank], order[kMaxRank];
   std::memcpy(sizes, tensor.sizes, static_cast<size_t>(rank) * sizeof(int64_t));
-  if (sizes[rank - 1] == last_size && is_dense(tensor)) return empty(name, dtype, rank, sizes, tensor.strides);
+  if (sizes[rank - 1] == last_size && is_dense(tensor)) return empty(name, dtype, tensor.device, rank, sizes, tensor.strides);
   sizes[rank - 1] = last_size;
-  if (tensor.is_contiguous()) return empty_contiguous(name, dtype, rank, sizes);
+  if (tensor.is_contiguous()) return empty_contiguous(name, dtype, tensor.device, rank, sizes);
   for (int64_t i = 0; i < rank; ++i) inner[i] = rank - 1 - i;
   for (int64_t i = 1; i < rank; ++i) {
     int64_t at = i;
@@ -268,15 +254,31 @@ inline Tensor empty_in_order_of(const Tensor& tensor, const char* name, int32_t 
   }
   for (int64_t i = 0; i < rank; ++i) order[i] = inner[rank - 1 - i];
   dense_strides(name, rank, sizes, order, strides);
-  return empty(name, dtype, rank, sizes, strides);
+  return empty(name, dtype, tensor.device, rank, sizes, strides);
 }
 
 // `tensor` itself where it is contiguous, otherwise a copy.
 inline void make_contiguous(Tensor* tensor) {
   if (tensor->is_contiguous()) return;
-  Tensor copy = empty_contiguous(tensor->name, tensor->dtype, tensor->rank, tensor->sizes);
+  Tensor copy = empty_contiguous(tensor->name, tensor->dtype, tensor->device, tensor->rank, tensor->sizes);
   if (aoti_torch_copy_(copy.get(), tensor->get(), 0)) fail("cannot copy ", tensor->name);
   *tensor = std::move(copy);
 }
+
+// Uninitialised memory, aligned to `alignment` bytes.
+class Scratch {
+ public:
+  Scratch(size_t bytes, size_t alignment, int32_t device) {
+    if (bytes == 0) return;
+    const int64_t size = static_cast<int64_t>(bytes + alignment);
+    memory_ = empty_contiguous("scratch memory", codes.uint8, device, 1, &size);
+    data_ = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory_.data) + alignment - 1) / alignment * alignment);
+  }
+  void* data() const { return data_; }
+
+ private:
+  Tensor memory_;
+  void* data_ = nullptr;
+};
 
 }  // namespace tiled_attention

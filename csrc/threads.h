@@ -1,8 +1,9 @@
 #pragma once
-// What the CPU kernels need from the process: torch's own threads, and scratch memory.
+// What the CPU kernels need from the process: torch's own threads.
+
+#include <torch/csrc/stable/c/shim.h>
 
 #include "cpu/kernels.h"
-#include "tensor.h"
 
 namespace tiled_attention {
 
@@ -31,21 +32,5 @@ inline ThreadPool thread_pool() {
   if (!in_forked_child()) torch_get_num_threads(&num_threads);
   return {num_threads < 1 ? 1 : static_cast<int>(num_threads), run_workers};
 }
-
-// Uninitialised memory, aligned to 64 bytes.
-class Scratch {
- public:
-  explicit Scratch(size_t bytes) {
-    if (bytes == 0) return;
-    const int64_t size = static_cast<int64_t>(bytes) + 64;
-    memory_ = empty_contiguous("scratch memory", codes.uint8, 1, &size);
-    data_ = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory_.data) + 63) & ~uintptr_t(63));
-  }
-  void* data() const { return data_; }
-
- private:
-  Tensor memory_;
-  void* data_ = nullptr;
-};
 
 }  // namespace tiled_attention

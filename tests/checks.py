@@ -24,8 +24,9 @@ def run(case: Case, x: Inputs, grad_out: Tensor | None = None, grad_lse: Tensor 
 
 
 def on_dot_path(dtype: torch.dtype) -> bool:
-    """Whether products of this dtype are taken in bfloat16 by the instruction set in use."""
-    return dtype == torch.bfloat16 and "bf16" in torch.ops.tiled_attention._isa()
+    """Whether weights and gradients of scores are rounded to this 16-bit dtype for the products: with the bfloat16 dot, on tensor cores."""
+    isa = torch.ops.tiled_attention._isa()
+    return dtype == torch.bfloat16 and "bf16" in isa or dtype.itemsize == 2 and isa == "emulated"
 
 
 def check(case: Case) -> None:

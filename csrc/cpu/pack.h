@@ -3,6 +3,8 @@
 
 #include "../core/mask.h"
 #include "../core/params.h"
+#include "../core/scratch.h"
+#include "../core/view.h"
 #include "gemm_tile.h"
 
 namespace tiled_attention {
@@ -14,42 +16,6 @@ template <> constexpr int kUnitSize<Bf16Pair> = 2;
 template <class Unit>
 ALWAYS_INLINE int units(int elements) {
   return (elements + kUnitSize<Unit> - 1) / kUnitSize<Unit>;
-}
-
-// Hands out pieces of the caller's scratch memory. With a null base it only counts: the size function and the kernel
-// run the same code.
-struct Scratch {
-  char* base;
-  size_t used = 0;
-  explicit Scratch(void* memory) : base((char*)memory) {}
-  template <class T>
-  T* take(int64_t count) {
-    T* p = base ? (T*)(base + used) : nullptr;
-    used += (count * sizeof(T) + 63) / 64 * 64;
-    return p;
-  }
-};
-
-// One (batch, head) matrix of a tensor.
-template <class T>
-struct Matrix {
-  T* data;
-  int64_t row_stride, col_stride;
-  ALWAYS_INLINE T* row(int64_t i) const { return data + i * row_stride; }
-  ALWAYS_INLINE Matrix from(int64_t i) const { return {row(i), row_stride, col_stride}; }
-};
-template <class Params>
-inline int64_t batch_offset(const Params& p, const TensorView& view, int64_t batch) {
-  int64_t offset = 0;
-  for (int d = p.num_batch_dims - 1; d >= 0; d--) {
-    offset += batch % p.batch_sizes[d] * view.batch_strides[d];
-    batch /= p.batch_sizes[d];
-  }
-  return offset;
-}
-template <class T, class Params>
-inline Matrix<T> matrix(const Params& p, const TensorView& view, int64_t batch, int64_t head) {
-  return {(T*)view.data + batch_offset(p, view, batch) + head * view.head_stride, view.row_stride, view.col_stride};
 }
 
 // Rows [begin, begin + rows) with adjacent columns: in place, or copied to `temp` [rows][cols] where the columns are strided.

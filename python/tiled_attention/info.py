@@ -35,7 +35,11 @@ def information() -> dict[str, str]:
 
 
 def _cuda() -> str:
-    return "not built"
+    from . import library
+
+    if not library.cuda_path.is_file():
+        return "not built"
+    return library.cuda_problem or f"built for {ops._cuda_architectures()}"
 
 
 def run() -> int:

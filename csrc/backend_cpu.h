@@ -1,0 +1,73 @@
+#pragma once
+// The kernels of cpu/, on torch's threads. They return when they are done.
+
+#include <limits>
+
+#include "cpu/kernels.h"
+#include "tensor.h"
+#include "threads.h"
+
+namespace tiled_attention {
+
+class Backend {
+ public:
+  Backend(const char* /*op*/, int32_t /*device*/) : table_(kernels()) {}
+
+  void attention_fwd(const AttentionParams& params) const { run(table_.attention_fwd_scratch, table_.attention_fwd, params); }
+  void attention_bwd(const AttentionBackwardParams& params) const { run(table_.attention_bwd_scratch, table_.attention_bwd, params); }
+  void attention_weights(const AttentionWeightsParams& params) const { run(table_.attention_weights_scratch, table_.attention_weights, params); }
+  void linear_fwd(const LinearAttentionParams& params) const { run(table_.linear_fwd_scratch, table_.linear_fwd, params); }
+  void linear_bwd(const LinearAttentionBackwardParams& params) const { run(table_.linear_bwd_scratch, table_.linear_bwd, params); }
+  void linear_step(const LinearAttentionParams& params) const { table_.linear_step(params, thread_pool()); }
+  void dropout_mask(const DropoutParams& params, const int64_t (&sizes)[4], void* keep) const {
+    table_.dropout_mask(params, sizes[0], sizes[1], sizes[2], sizes[3], thread_pool(), static_cast<bool*>(keep));
+  }
+  void mask_dense(const MaskParams& params, const int64_t (&sizes)[3], void* visible) const {
+    table_.mask_dense(params, sizes[0], sizes[1], sizes[2], static_cast<bool*>(visible));
+  }
+
+  // lse of rows without any key: the sink, or -inf.
+  void lse_without_keys(const AttentionParams& params) const {
+    params.dtype == DType::kFloat64 ? lse_without_keys<double>(params) : lse_without_keys<float>(params);
+  }
+  // Gradient of those rows: lse is the sink itself, so what arrives at lse passes on to it; a sink of -inf is no sink.
+  void grad_sinks_without_keys(const AttentionBackwardParams& params) const {
+    params.forward.dtype == DType::kFloat64 ? grad_sinks_without_keys<double>(params) : grad_sinks_without_keys<float>(params);
+  }
+
+ private:
+  template <class Params>
+  void run(size_t (*scratch_bytes)(const Params&, const ThreadPool&), void (*kernel)(const Params&, const ThreadPool&, void*), const Params& params) const {
+    const ThreadPool pool = thread_pool();
+    const Scratch scratch(scratch_bytes(params, pool), 64, 0);
+    kernel(params, pool, scratch.data());
+  }
+
+  template <class Real>
+  static void lse_without_keys(const AttentionParams& params) {
+    Real* lse = static_cast<Real*>(params.lse);
+    const Real* sinks = static_cast<const Real*>(params.sinks);
+    for (int64_t bh = 0; bh < params.batch * params.num_heads; ++bh) {
+      const Real value = sinks ? sinks[bh % params.num_heads] : -std::numeric_limits<Real>::infinity();
+      for (int64_t i = 0; i < params.seqlen_q; ++i) *lse++ = value;
+    }
+  }
+
+  template <class Real>
+  static void grad_sinks_without_keys(const AttentionBackwardParams& params) {
+    const AttentionParams& forward = params.forward;
+    const Real* grad_lse = static_cast<const Real*>(params.grad_lse);
+    const Real* sinks = static_cast<const Real*>(forward.sinks);
+    Real* grad_sinks = static_cast<Real*>(params.grad_sinks);
+    for (int64_t h = 0; h < forward.num_heads; ++h) grad_sinks[h] = 0;
+    for (int64_t bh = 0; bh < forward.batch * forward.num_heads; ++bh) {
+      const int64_t h = bh % forward.num_heads;
+      if (sinks[h] == -std::numeric_limits<Real>::infinity()) continue;
+      for (int64_t i = 0; i < forward.seqlen_q; ++i) grad_sinks[h] += grad_lse[bh * forward.seqlen_q + i];
+    }
+  }
+
+  const Kernels& table_;
+};
+
+}  // namespace tiled_attention

@@ -1,0 +1,33 @@
+#pragma once
+// Where the elements of a TensorView lie.
+
+#include "host_device.h"
+#include "params.h"
+
+namespace tiled_attention {
+inline namespace KERNEL_ISA {
+
+// One (batch, head) matrix of a tensor.
+template <class T>
+struct Matrix {
+  T* data;
+  int64_t row_stride, col_stride;
+  HOST_DEVICE T* row(int64_t i) const { return data + i * row_stride; }
+  HOST_DEVICE Matrix from(int64_t i) const { return {row(i), row_stride, col_stride}; }
+};
+template <class Params>
+HOST_DEVICE int64_t batch_offset(const Params& p, const TensorView& view, int64_t batch) {
+  int64_t offset = 0;
+  for (int d = p.num_batch_dims - 1; d >= 0; d--) {
+    offset += batch % p.batch_sizes[d] * view.batch_strides[d];
+    batch /= p.batch_sizes[d];
+  }
+  return offset;
+}
+template <class T, class Params>
+HOST_DEVICE Matrix<T> matrix(const Params& p, const TensorView& view, int64_t batch, int64_t head) {
+  return {(T*)view.data + batch_offset(p, view, batch) + head * view.head_stride, view.row_stride, view.col_stride};
+}
+
+}  // namespace KERNEL_ISA
+}  // namespace tiled_attention

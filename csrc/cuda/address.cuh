@@ -1,0 +1,44 @@
+#pragma once
+// Addresses in shared memory as numbers: a permuted chunk of a row is one exclusive or away from another, and an offset that is known when
+// compiling costs nothing.
+
+#include "device.cuh"
+
+namespace tiled_attention {
+namespace cuda {
+
+#if SIMT_EMULATED
+#define __grid_constant__
+using SharedAddress = uintptr_t;
+SIMT_DEVICE unsigned block_index() { return blockIdx.x; }
+SIMT_DEVICE int thread_index() { return int(threadIdx.x); }
+SIMT_DEVICE SharedAddress shared_address(const void* p) { return SharedAddress(p); }
+SIMT_DEVICE void ldmatrix(uint32_t (&r)[4], SharedAddress at) { simt::ldmatrix_x4(r, (const void*)at); }
+SIMT_DEVICE void ldmatrix_transposed(uint32_t (&r)[4], SharedAddress at) { simt::ldmatrix_x4_trans(r, (const void*)at); }
+#else
+using SharedAddress = uint32_t;
+// Read anew at each call, so that what follows from it need not stay in registers.
+SIMT_DEVICE unsigned block_index() {
+  unsigned index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+SIMT_DEVICE int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+SIMT_DEVICE SharedAddress shared_address(const void* p) { return simt::smem_u32(p); }
+SIMT_DEVICE void ldmatrix(uint32_t (&r)[4], SharedAddress at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];\n" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
+SIMT_DEVICE void ldmatrix_transposed(uint32_t (&r)[4], SharedAddress at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];\n"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at)
+               : "memory");
+}
+#endif
+
+}  // namespace cuda
+}  // namespace tiled_attention

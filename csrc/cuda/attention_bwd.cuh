@@ -1,0 +1,39 @@
+#pragma once
+// Exact attention backward on tensor cores, float16 and bfloat16: deterministic, nothing of size n x n is kept. The query side and the key side
+// compute the scores each for itself, seven products instead of five, because no other way adds up without atomics or a second n x n.
+
+#include "attention_bwd_bias.cuh"
+#include "attention_bwd_key.cuh"
+#include "attention_bwd_launch.h"
+#include "attention_bwd_query.cuh"
+
+namespace tiled_attention {
+namespace cuda {
+
+template <class T, int D, bool kFeatures>
+void launch_pair_grads(const AttentionBackwardParams& params, const BackwardWork& work, Stream stream) {
+  if (params.grad_query.data || params.grad_alibi_slopes || bias_is_full(params)) launch_query_grad<T, D, kFeatures>(params, work, stream);
+  if (params.grad_key.data || params.grad_value.data) launch_key_grads<T, D, kFeatures>(params, work, stream);
+}
+
+template <class T, int D>
+void launch_attention_bwd(const AttentionBackwardParams& params, const BackwardWork& work, Stream stream) {
+  const AttentionParams& p = params.forward;
+  const int64_t heads = p.batch * p.num_heads, stat_blocks = work.rows.padded / kStatRows;
+  using RowTile = RowStatTile<T, D>;
+  fill_row_table<T>(p, p.key, p.head_dim, work.table, stream);
+  SIMT_LAUNCH(attention_bwd_heads_kernel, blocks_of(heads, kStatThreads), kStatThreads, 0, stream, params, work);
+  SIMT_LAUNCH(attention_bwd_rows_kernel<RowTile>, unsigned(heads * stat_blocks), kStatThreads, 0, stream, params, work);
+  if (params.grad_sinks) sum_parts((float*)params.grad_sinks, work.sink_parts, p.batch, p.num_heads, stat_blocks, stream);
+  if (work.bias_rows) sum_bias_rows(p, params.grad_bias, work.bias_rows, params.grad_bias.row_stride != 0 ? p.seqlen_q : stat_blocks, stream);
+  if (bias_is_full(params)) fill_zero((float*)params.grad_bias.data, work.bias_elements, stream);
+  if (needs_features(p)) launch_pair_grads<T, D, true>(params, work, stream);
+  else launch_pair_grads<T, D, false>(params, work, stream);
+  if (params.grad_alibi_slopes) sum_parts((float*)params.grad_alibi_slopes, work.slope_parts, p.batch, p.num_heads, work.slope_tiles, stream);
+  if (!bias_has_columns(params) || bias_is_full(params)) return;
+  launch_bias_grad<T, D>(params, work, stream);
+  if (work.bias_parts) sum_parts((float*)params.grad_bias.data, work.bias_parts, work.bias_splits, work.bias_elements, 1, stream);
+}
+
+}  // namespace cuda
+}  // namespace tiled_attention

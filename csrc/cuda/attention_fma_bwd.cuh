@@ -1,0 +1,135 @@
+#pragma once
+// Exact attention backward without tensor cores. Three runs of one kernel: grad_query (a block per query tile, over the keys), grad_key and
+// grad_value (a block per key tile, over the queries of all heads that read it). A block owns kOut columns and writes each element once.
+
+#include "attention_fma_launch.h"
+#include "attention_fma_pair_grads.cuh"
+
+namespace tiled_attention {
+namespace cuda {
+namespace {
+
+enum class Gradient { kQuery, kKey, kValue };
+
+template <class Tile, Gradient kOf>
+constexpr int kBackwardBytes = kPairBytes<PairTiles<Tile, kOf != Gradient::kQuery>, Tile> + Tile::kValues * int(sizeof(typename Tile::Real));
+
+template <class Tile, Gradient kOf>
+__global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) == 8 || Tile::kOut > 64 ? 2 : 3)
+    attention_fma_bwd_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats) {
+  using T = typename Tile::T;
+  using Real = typename Tile::Real;
+  constexpr bool kKeyRows = kOf != Gradient::kQuery;
+  constexpr PairValue kWanted = kOf == Gradient::kValue ? PairValue::kWeight : PairValue::kGradProduct;
+  constexpr int kVector = Tile::kVector;
+  using Pairs = PairTiles<Tile, kKeyRows>;
+  SIMT_DYNAMIC_SHARED(shared);
+  simt::Carver carve{shared};
+  Real* const left = carve.template take<Real>(Tile::kLeft);
+  Real* const right = carve.template take<Real>(Tile::kRight);
+  Real* const values = carve.template take<Real>(Tile::kValues);
+  uint8_t* const kept = carve.template take<uint8_t>(Pairs::Kept::kBytes);
+  Pairs* const shared_pairs = carve.template take<Pairs>(1);
+
+  const AttentionParams& p = params.forward;
+  const Place at;
+  const int64_t group = p.num_heads / p.num_heads_kv, heads = kKeyRows ? p.num_heads_kv : p.num_heads;
+  const int64_t cols = kOf == Gradient::kValue ? p.head_dim_v : p.head_dim, seqlen = kKeyRows ? p.seqlen_kv : p.seqlen_q;
+  const int64_t pieces = (cols + Tile::kOut - 1) / Tile::kOut, tiles = (seqlen + Tile::kRows - 1) / Tile::kRows;
+  // Where the mask is causal, late queries and early keys meet most of the others: they start first.
+  const int64_t first_col = int64_t(blockIdx.x) % pieces * Tile::kOut, block = int64_t(blockIdx.x) / pieces, item = block / tiles;
+  const int64_t first_row = (kKeyRows ? block % tiles : tiles - 1 - block % tiles) * Tile::kRows, batch = item / heads, head = item % heads;
+
+  typename Tile::Results result;
+#pragma unroll
+  for (int i = 0; i < Tile::kThreadRows; i++)
+#pragma unroll
+    for (int c = 0; c < Tile::kThreadOut; c++) result[i][c] = 0;
+
+#pragma unroll 1
+  for (int64_t query_head = kKeyRows ? head * group : head; query_head < (kKeyRows ? (head + 1) * group : head + 1); query_head++) {
+    const Pairs& pairs = in_shared(shared_pairs, params, table, stats, batch, query_head);
+    const Rows<const T>& summed = kOf == Gradient::kQuery ? pairs.key : kOf == Gradient::kKey ? pairs.query : pairs.grad_out;
+    const int64_t seqlen_of_columns = kKeyRows ? p.seqlen_q : p.seqlen_kv;
+    RowBounds bounds;
+    if constexpr (!kKeyRows) bounds = table.bounds_of(batch, first_row, Pairs::kQueries);
+#pragma unroll 1
+    for (int64_t first = 0; first < seqlen_of_columns; first += Tile::kCols) {
+      const int64_t first_query = kKeyRows ? first : first_row, first_key = kKeyRows ? first_row : first;
+      if constexpr (kKeyRows) bounds = table.bounds_of(batch, first_query, Pairs::kQueries);
+      if (!bounds.sees(first_key, first_key + Pairs::kKeys)) continue;
+      const bool edge = pairs.edge(bounds, first_query, first_key);
+      __syncthreads();  // all have left the tiles of the step before
+      stage<Tile::kCols, Tile::kOut, Tile::kOutStride, Tile::kThreads>(values, summed, first_col, cols, RowRange{first, seqlen_of_columns});
+      pairs.template compute<kWanted>(first_query, first_key, edge, left, right, kept, at);
+      __syncwarp();
+      const int count = int(min_of(int64_t(Tile::kCols), (seqlen_of_columns - first + kVector - 1) / kVector * kVector));
+      if (edge) add_weighted<Tile, true>(result, right, values, count, at);
+      else add_weighted<Tile, false>(result, right, values, count, at);
+    }
+  }
+
+  const TensorView& view = kOf == Gradient::kQuery ? params.grad_query : kOf == Gradient::kKey ? params.grad_key : params.grad_value;
+  const Rows<T> to = rows_of<T>(p, view, batch, head);
+  const Real factor = kOf == Gradient::kValue && p.dropout.p > 0 ? Real(inverse_keep_of(p.dropout.p)) : Real(1);
+#pragma unroll
+  for (int i = 0; i < Tile::kThreadRows; i++) {
+    const int64_t row = first_row + at.y + 8 * i;
+    if (row >= seqlen) continue;
+#pragma unroll
+    for (int j = 0; j < Tile::kThreadOut; j += kVector) {
+      const int64_t col = first_col + kVector * at.x + 16 * j;
+      Real part[kVector];
+#pragma unroll
+      for (int c = 0; c < kVector; c++) part[c] = result[i][j + c] * factor;
+      if (col < cols) store_part<T, kVector>(to, row, col, cols, part);
+    }
+  }
+}
+
+template <class Tile, Gradient kOf>
+void launch_fma_gradient(const AttentionBackwardParams& params, const RowTable& table, const RowStats<typename Tile::Real>& stats, Stream stream) {
+  const AttentionParams& p = params.forward;
+  const bool of_queries = kOf == Gradient::kQuery;
+  const int64_t cols = kOf == Gradient::kValue ? p.head_dim_v : p.head_dim, rows = of_queries ? p.seqlen_q : p.seqlen_kv;
+  const int64_t pieces = (cols + Tile::kOut - 1) / Tile::kOut, tiles = (rows + Tile::kRows - 1) / Tile::kRows;
+  const int64_t blocks = pieces * tiles * p.batch * (of_queries ? p.num_heads : p.num_heads_kv);
+  if (blocks == 0) return;
+  SIMT_LAUNCH((attention_fma_bwd_kernel<Tile, kOf>), unsigned(blocks), Tile::kThreads, (kBackwardBytes<Tile, kOf>), stream, params, table, stats);
+}
+
+template <class T, Gradient kOf>
+void launch_fma_gradient_of(const AttentionBackwardParams& params, int64_t cols, const RowTable& table, const RowStats<Real<T>>& stats, Stream stream) {
+  constexpr int kOut = sizeof(T) == 8 ? 64 : 128;
+  if constexpr (sizeof(T) > 2) {
+    if (cols <= kOut / 2) return launch_fma_gradient<FmaTile<T, kOut / 2>, kOf>(params, table, stats, stream);
+  }
+  launch_fma_gradient<FmaTile<T, kOut>, kOf>(params, table, stats, stream);
+}
+
+}  // namespace
+
+template <class T>
+void launch_attention_fma_bwd(const AttentionBackwardParams& params, void* memory, Stream stream) {
+  const AttentionParams& p = params.forward;
+  Scratch scratch(memory);
+  const FmaBackwardScratch parts(params, &scratch);
+  const RowTable& table = parts.table;
+  fill_row_table<T>(p, p.key, p.head_dim, table, stream);
+
+  const RowStats<Real<T>> stats{(Real<T>*)parts.shift, (Real<T>*)parts.lse, (Real<T>*)parts.delta};
+  StatsParams request;
+  request.forward = p;
+  request.num_rows = p.seqlen_q;
+  request.grad_out = params.grad_out, request.grad_lse = params.grad_lse;
+  request.sink_sums = parts.sink_sums, request.row_sums = parts.row_sums;
+  launch_fma_stats<T>(request, table, stats, stream);
+
+  if (params.grad_query.data) launch_fma_gradient_of<T, Gradient::kQuery>(params, p.head_dim, table, stats, stream);
+  if (params.grad_key.data) launch_fma_gradient_of<T, Gradient::kKey>(params, p.head_dim, table, stats, stream);
+  if (params.grad_value.data) launch_fma_gradient_of<T, Gradient::kValue>(params, p.head_dim_v, table, stats, stream);
+  launch_fma_pair_grads<T>(params, parts, stats, stream);
+}
+
+}  // namespace cuda
+}  // namespace tiled_attention

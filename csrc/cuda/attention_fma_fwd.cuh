@@ -1,0 +1,161 @@
+#pragma once
+// Exact attention forward without tensor cores: one block per (batch item, query head, 64 queries, kOut columns of out). More columns than
+// kOut are more blocks, which compute the same scores again.
+
+#include "attention_fma_launch.h"
+#include "attention_fma_tile.cuh"
+
+namespace tiled_attention {
+namespace cuda {
+namespace {
+
+// max + log(sum), rounded once.
+SIMT_DEVICE float natural_lse(float max, float sum) { return sum == 0 ? minus_infinity(0.0f) : float(double(max) + double(logf(sum))); }
+SIMT_DEVICE double natural_lse(double max, double sum) { return sum == 0 ? minus_infinity(0.0) : max + log(sum); }
+
+template <class Tile>
+struct ForwardHead {
+  using T = typename Tile::T;
+  Rows<const T> query, key, value;
+  HeadScores<typename Tile::Real> pairs;
+  Dropout dropout;
+
+  SIMT_DEVICE ForwardHead(const AttentionParams& p, const RowTable& table, int64_t batch, int64_t head)
+      : query(rows_of<const T>(p, p.query, batch, head)),
+        key(rows_of<const T>(p, p.key, batch, head / (p.num_heads / p.num_heads_kv))),
+        value(rows_of<const T>(p, p.value, batch, head / (p.num_heads / p.num_heads_kv))),
+        pairs(p, table, batch, head),
+        dropout(p.dropout, batch, head) {}
+};
+
+template <class Tile>
+using ForwardKept = KeptTile<Tile::kRows, Tile::kCols>;
+template <class Tile>
+constexpr int kForwardBytes = Tile::kScoreBytes + (Tile::kValues + SoftmaxRows<Tile>::kElements) * int(sizeof(typename Tile::Real)) +
+                              ForwardKept<Tile>::kBytes + int(sizeof(ForwardHead<Tile>));
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) == 8 ? 2 : 3) attention_fma_fwd_kernel(AttentionParams p, RowTable table) {
+  using T = typename Tile::T;
+  using Real = typename Tile::Real;
+  constexpr int kVector = Tile::kVector;
+  SIMT_DYNAMIC_SHARED(shared);
+  simt::Carver carve{shared};
+  Real* const queries = carve.template take<Real>(Tile::kLeft);
+  Real* const keys = carve.template take<Real>(Tile::kRight);  // then the weights
+  Real* const values = carve.template take<Real>(Tile::kValues);
+  Real* const state = carve.template take<Real>(SoftmaxRows<Tile>::kElements);
+  uint8_t* const kept_bytes = carve.template take<uint8_t>(ForwardKept<Tile>::kBytes);
+  ForwardHead<Tile>* const shared_head = carve.template take<ForwardHead<Tile>>(1);
+
+  const Place at;
+  // Late query tiles see most keys where the mask is causal: they start first.
+  const int64_t pieces = max_of(int64_t(1), (p.head_dim_v + Tile::kOut - 1) / Tile::kOut), tiles = (p.seqlen_q + Tile::kRows - 1) / Tile::kRows;
+  const int64_t first_col = int64_t(blockIdx.x) % pieces * Tile::kOut, block = int64_t(blockIdx.x) / pieces, item = block / tiles;
+  const int64_t batch = item / p.num_heads, head = item % p.num_heads;
+  const RowRange query_rows{(tiles - 1 - block % tiles) * Tile::kRows, p.seqlen_q};
+  const RowBounds bounds = table.bounds_of(batch, query_rows.first, Tile::kRows);
+  const ForwardHead<Tile>& of = in_shared(shared_head, p, table, batch, head);
+
+  SoftmaxRows<Tile> softmax(p, head, state, at);
+  typename Tile::Results out;
+#pragma unroll
+  for (int i = 0; i < Tile::kThreadRows; i++)
+#pragma unroll
+    for (int c = 0; c < Tile::kThreadOut; c++) out[i][c] = 0;
+
+  bool queries_stay = false;
+#pragma unroll 1
+  for (int tile = bounds.next_tile(0, Tile::kCols); tile >= 0; tile = bounds.next_tile(tile + 1, Tile::kCols)) {
+    const RowRange key_rows{int64_t(tile) * Tile::kCols, p.seqlen_kv};
+    const bool edge = of.pairs.hides || !bounds.covers(key_rows.first, key_rows.first + Tile::kCols);
+    __syncthreads();  // all have left the weights and values of the tile before
+    stage<Tile::kCols, Tile::kOut, Tile::kOutStride, Tile::kThreads>(values, of.value, first_col, p.head_dim_v, key_rows);
+    const auto kept = ForwardKept<Tile>::template draw<Tile::kThreads>(of.dropout, query_rows.first, key_rows.first, kept_bytes);
+    typename Tile::Scores scores;
+    row_products<Tile>(scores, of.query, query_rows, of.key, key_rows, p.head_dim, queries_stay, queries, keys, at);
+    queries_stay = p.head_dim <= Tile::kDepth;
+
+    __syncthreads();  // all have left the keys; values and dropout are there
+    put_scores<Tile>(keys, scores, at);
+    const HeadScores<Real> pairs = of.pairs;
+#pragma unroll 1
+    for (int i = 0; i < Tile::kThreadRows; i++) {
+      const int r = at.y + 8 * i;
+      const int64_t row = query_rows.first + r;
+      const RowEntry visible = edge ? pairs.row(row) : RowEntry{0, 0, 0, 0};
+      Real* const weights = keys + r * Tile::kStride + at.x;
+      Real x[Tile::kThreadCols];
+#pragma unroll
+      for (int j = 0; j < Tile::kThreadCols; j++) x[j] = pairs(weights[16 * j], row, key_rows.first + at.x + 16 * j, edge, visible);
+      softmax.add(i, x, at);
+#pragma unroll
+      for (int j = 0; j < Tile::kThreadCols; j++) weights[16 * j] = !is_hidden(x[j]) && !kept(r, at.x + 16 * j) ? Real(0) : x[j];
+    }
+    __syncwarp();
+    softmax.next_tile();
+#pragma unroll
+    for (int i = 0; i < Tile::kThreadRows; i++) {
+      const Real shrink = softmax.shrink[at.y + 8 * i];
+#pragma unroll
+      for (int c = 0; c < Tile::kThreadOut; c++) out[i][c] *= shrink;
+    }
+    const int count = int(min_of(int64_t(Tile::kCols), (p.seqlen_kv - key_rows.first + kVector - 1) / kVector * kVector));
+    if (edge) add_weighted<Tile, true>(out, keys, values, count, at);
+    else add_weighted<Tile, false>(out, keys, values, count, at);
+  }
+
+  const Rows<T> to = rows_of<T>(p, p.out, batch, head), residual = rows_of<T>(p, p.residual, batch, head);
+  const Real keep = Real(of.dropout.inverse_keep);
+#pragma unroll
+  for (int i = 0; i < Tile::kThreadRows; i++) {
+    const int64_t row = query_rows.first + at.y + 8 * i;
+    const Real sum = row_sum(softmax.sum[i * Tile::kThreads]), factor = sum == Real(0) ? Real(0) : keep / sum;
+    if (row >= p.seqlen_q) continue;
+    if (p.lse && first_col == 0 && at.x == 0) ((Real*)p.lse)[(batch * p.num_heads + head) * p.seqlen_q + row] = natural_lse(softmax.max[at.y + 8 * i], sum);
+#pragma unroll
+    for (int j = 0; j < Tile::kThreadOut; j += kVector) {
+      const int64_t col = first_col + kVector * at.x + 16 * j;
+      Real part[kVector];
+#pragma unroll
+      for (int c = 0; c < kVector; c++) part[c] = out[i][j + c] * factor;
+      if (col >= p.head_dim_v) continue;
+      store_part<T, kVector>(to, row, col, p.head_dim_v, part);
+      if (!residual.data) continue;
+#pragma unroll
+      for (int c = 0; c < kVector; c++) {
+        const Real rest = part[c] - to_real(from_real<T>(part[c]));
+        part[c] = rest == rest ? rest : Real(0);  // inf - inf
+      }
+      store_part<T, kVector>(residual, row, col, p.head_dim_v, part);
+    }
+  }
+}
+
+template <class T, int kOut>
+void launch_fma_fwd(const AttentionParams& p, const RowTable& table, Stream stream) {
+  using Tile = FmaTile<T, kOut>;
+  const int64_t pieces = max_of(int64_t(1), (p.head_dim_v + kOut - 1) / kOut), tiles = (p.seqlen_q + Tile::kRows - 1) / Tile::kRows;
+  SIMT_LAUNCH(attention_fma_fwd_kernel<Tile>, unsigned(pieces * tiles * p.batch * p.num_heads), Tile::kThreads, kForwardBytes<Tile>, stream, p, table);
+}
+
+}  // namespace
+
+// Results of a block: twice the columns halve how often scores are computed again, and cost registers.
+template <class T>
+constexpr int kFmaOut = sizeof(T) == 8 ? 64 : 128;
+
+template <class T>
+void launch_attention_fma_fwd(const AttentionParams& p, void* memory, Stream stream) {
+  Scratch scratch(memory);
+  RowTable table = take_row_table(p, &scratch);
+  table.not_finite = nullptr;
+  fill_row_table<T>(p, p.value, p.head_dim_v, table, stream);
+  if constexpr (sizeof(T) > 2) {
+    if (p.head_dim_v <= kFmaOut<T> / 2) return launch_fma_fwd<T, kFmaOut<T> / 2>(p, table, stream);
+  }
+  launch_fma_fwd<T, kFmaOut<T>>(p, table, stream);
+}
+
+}  // namespace cuda
+}  // namespace tiled_attention

@@ -1,0 +1,317 @@
+#pragma once
+// What exact attention without tensor cores is made of: tiles of rows as Real in shared memory, a product of rows with rows (scores) and one
+// of weights with rows (outputs and gradients), both in registers, and the score of a pair.
+
+#include <math.h>
+#include <new>
+
+#include "dropout.cuh"
+#include "load.cuh"
+#include "row_table.cuh"
+#include "score.cuh"
+
+namespace tiled_attention {
+namespace cuda {
+
+// A block has 8 x 16 threads for kRows rows and kCols columns of scores; thread (y, x) owns rows y + 8 i, columns x + 16 j of them, and in
+// results of kOut columns those from kVector (x + 16 j) on. 8 x 4 scores take 12 accesses of 16 bytes for 128 multiply-adds.
+template <class T_, int kOut_>
+struct FmaTile {
+  using T = T_;
+  using Real = typename RealOf<T>::type;
+  static constexpr int kThreads = 128, kRows = 64, kCols = sizeof(Real) == 8 ? 32 : 64, kDepth = kCols, kOut = kOut_;
+  static constexpr int kVector = 16 / int(sizeof(Real)), kThreadRows = kRows / 8, kThreadCols = kCols / 16, kThreadOut = kOut / 16;
+  // 16 bytes more than the columns: eight rows of one column lie in different banks.
+  static constexpr int kStride = kDepth + kVector, kOutStride = kOut + kVector;
+  static constexpr int kLeft = kRows * kStride, kRight = kRows * kStride, kValues = kCols * kOutStride;
+  static constexpr int kScoreBytes = (kLeft + kRight) * int(sizeof(Real));
+  using Scores = Real[kThreadRows][kThreadCols];
+  using Results = Real[kThreadRows][kThreadOut];
+};
+
+// Where a thread stands. Both halves of a warp write weights to different banks.
+struct Place {
+  int y, x;
+  SIMT_DEVICE Place() : y(int(threadIdx.x) / 32 + int(threadIdx.x) % 32 / 16 * 4), x(int(threadIdx.x) % 16) {}
+};
+
+// Row r of a tile is row first + r of its matrix; negative behind the end.
+struct RowRange {
+  int64_t first, end;
+  SIMT_DEVICE int64_t operator()(int r) const { return first + r < end ? first + r : -1; }
+};
+// Row r of a tile is the query rows[first + r], or first + r without a list.
+struct ChosenRows {
+  const int64_t* rows;
+  int64_t first, end, seqlen_q;
+  SIMT_DEVICE int64_t operator()(int r) const {
+    if (first + r >= end) return -1;
+    return rows ? min_of(max_of(rows[first + r], int64_t(0)), seqlen_q - 1) : first + r;
+  }
+};
+
+// What all threads of a block know alike lies in shared memory: 70 registers of a thread otherwise. The memory is free before.
+template <class X, class... Args>
+SIMT_DEVICE X& in_shared(X* memory, const Args&... args) {
+  __syncthreads();
+  if (threadIdx.x == 0) new (memory) X(args...);
+  __syncthreads();
+  return *memory;
+}
+
+// Columns [col, col + kColumns) of kCount rows of a matrix, [kCount][kStride], 0 outside of it.
+template <int kCount, int kColumns, int kStride, int kThreads, class T, class RowOf>
+SIMT_DEVICE void stage(Real<T>* tile, const Rows<const T> m, int64_t col, int64_t end_col, const RowOf& row_of) {
+  constexpr int kPerRow = kColumns / kVec<T>, kUnits = kCount * kPerRow, kStore = kVec<Real<T>>;
+  static_assert(kColumns % kVec<T> == 0 && kUnits % kThreads == 0, "whole units");
+#pragma unroll(sizeof(T) == 2 ? 2 : 4)
+  for (int i = 0; i < kUnits / kThreads; i++) {
+    const int unit = i * kThreads + int(threadIdx.x), r = unit / kPerRow, c = unit % kPerRow * kVec<T>;
+    const int64_t row = row_of(r);
+    Real<T> x[kVec<T>];
+    if (row >= 0 && col + c < end_col) {
+      load_vec<T>(m, row, col + c, end_col, x);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kVec<T>; k++) x[k] = 0;
+    }
+#pragma unroll
+    for (int k = 0; k < kVec<T>; k += kStore) {
+      Vec16<Real<T>> part;
+#pragma unroll
+      for (int e = 0; e < kStore; e++) part.x[e] = x[k + e];
+      *reinterpret_cast<Vec16<Real<T>>*>(tile + r * kStride + c + k) = part;
+    }
+  }
+}
+
+// scores[i][j] += left row . right row over `depth` columns, a multiple of kVector: one chain of multiply-adds per score.
+template <class Tile>
+SIMT_DEVICE void add_row_products(typename Tile::Scores& scores, const typename Tile::Real* left, const typename Tile::Real* right, int depth, Place at) {
+  using Vector = Vec16<typename Tile::Real>;
+  left += at.y * Tile::kStride, right += at.x * Tile::kStride;
+#pragma unroll 1
+  for (int k = 0; k < depth; k += Tile::kVector) {
+    Vector a[Tile::kThreadRows];
+#pragma unroll
+    for (int i = 0; i < Tile::kThreadRows; i++) a[i] = *reinterpret_cast<const Vector*>(left + 8 * i * Tile::kStride + k);
+#pragma unroll
+    for (int j = 0; j < Tile::kThreadCols; j++) {
+      const Vector b = *reinterpret_cast<const Vector*>(right + 16 * j * Tile::kStride + k);
+#pragma unroll
+      for (int e = 0; e < Tile::kVector; e++)
+#pragma unroll
+        for (int i = 0; i < Tile::kThreadRows; i++) scores[i][j] += a[i].x[e] * b.x[e];
+    }
+  }
+}
+
+// scores = left rows . right rows over all `dim` columns, kDepth at a time through shared memory, which must be free. `left_stays`: the rows of
+// the last call are still there.
+template <class Tile, class LeftRow, class RightRow>
+SIMT_DEVICE void row_products(typename Tile::Scores& scores, const Rows<const typename Tile::T>& left, const LeftRow& left_row,
+                              const Rows<const typename Tile::T>& right, const RightRow& right_row, int64_t dim, bool left_stays,
+                              typename Tile::Real* left_tile, typename Tile::Real* right_tile, Place at) {
+#pragma unroll
+  for (int i = 0; i < Tile::kThreadRows; i++)
+#pragma unroll
+    for (int j = 0; j < Tile::kThreadCols; j++) scores[i][j] = 0;
+#pragma unroll 1
+  for (int64_t col = 0; col < dim; col += Tile::kDepth) {
+    if (col > 0) __syncthreads();
+    if (!left_stays) stage<Tile::kRows, Tile::kDepth, Tile::kStride, Tile::kThreads>(left_tile, left, col, dim, left_row);
+    stage<Tile::kCols, Tile::kDepth, Tile::kStride, Tile::kThreads>(right_tile, right, col, dim, right_row);
+    __syncthreads();
+    const int depth = int(min_of(int64_t(Tile::kDepth), dim - col));
+    add_row_products<Tile>(scores, left_tile, right_tile, (depth + Tile::kVector - 1) / Tile::kVector * Tile::kVector, at);
+  }
+}
+
+// The weight of a hidden pair is -0, which no visible one is: products then leave out what it would multiply, be it NaN.
+template <class Real>
+SIMT_DEVICE Real hidden_weight() {
+  return Real(-0.0);
+}
+SIMT_DEVICE bool is_hidden(float weight) {
+  uint32_t bits;
+  memcpy(&bits, &weight, sizeof(bits));
+  return bits == 0x80000000u;
+}
+SIMT_DEVICE bool is_hidden(double weight) {
+  uint64_t bits;
+  memcpy(&bits, &weight, sizeof(bits));
+  return bits == 0x8000000000000000u;
+}
+
+// results[i] += weights[row][k] values[k] over `count` columns of the weights. kSelect: some pairs may be hidden.
+template <class Tile, bool kSelect>
+SIMT_DEVICE void add_weighted(typename Tile::Results& results, const typename Tile::Real* weights, const typename Tile::Real* values, int count, Place at) {
+  using Vector = Vec16<typename Tile::Real>;
+  constexpr int kVector = Tile::kVector;
+  weights += at.y * Tile::kStride, values += at.x * kVector;
+#pragma unroll 1
+  for (int k = 0; k < count; k += kVector) {
+    Vector w[Tile::kThreadRows];
+#pragma unroll
+    for (int i = 0; i < Tile::kThreadRows; i++) w[i] = *reinterpret_cast<const Vector*>(weights + 8 * i * Tile::kStride + k);
+#pragma unroll
+    for (int e = 0; e < kVector; e++)
+#pragma unroll
+      for (int j = 0; j < Tile::kThreadOut; j += kVector) {
+        const Vector v = *reinterpret_cast<const Vector*>(values + (k + e) * Tile::kOutStride + 16 * j);
+#pragma unroll
+        for (int i = 0; i < Tile::kThreadRows; i++) {
+          if (kSelect && is_hidden(w[i].x[e])) continue;
+#pragma unroll
+          for (int c = 0; c < kVector; c++) results[i][j + c] += w[i].x[e] * v.x[c];
+        }
+      }
+  }
+}
+
+// To the tile of weights, where each thread can take up its own row by row without holding all of them. The rows are those of its half warp.
+template <class Tile>
+SIMT_DEVICE void put_scores(typename Tile::Real* tile, const typename Tile::Scores& scores, Place at) {
+#pragma unroll
+  for (int i = 0; i < Tile::kThreadRows; i++)
+#pragma unroll
+    for (int j = 0; j < Tile::kThreadCols; j++) tile[(at.y + 8 * i) * Tile::kStride + at.x + 16 * j] = scores[i][j];
+}
+
+// What dropout keeps of a tile: a byte for 2 queries x 4 keys by absolute position, the pairs of one Philox call.
+template <int kQueries, int kKeys>
+struct KeptTile {
+  static constexpr int kKeyGroups = kKeys / 4 + 1, kGroups = (kQueries / 2 + 1) * kKeyGroups, kBytes = (kGroups + 15) / 16 * 16;
+  const uint8_t* bytes;             // null: all
+  int query_shift = 0, key_shift = 0;  // of the first pair in its group
+
+  // By all threads; to be read after a barrier.
+  template <int kThreads>
+  SIMT_DEVICE static KeptTile draw(const Dropout& dropout, int64_t first_query, int64_t first_key, uint8_t* bytes) {
+    if (!dropout.active) return {nullptr};
+    const int64_t query = first_query + dropout.query_offset, key = first_key + dropout.key_offset;
+    const int query_shift = int(query % 2), key_shift = int(key % 4);
+#pragma unroll 1
+    for (int group = int(threadIdx.x); group < kGroups; group += kThreads) {
+      uint32_t words[4], kept = 0;
+      dropout.words(query - query_shift + group / kKeyGroups * 2, key - key_shift + group % kKeyGroups * 4, words);
+#pragma unroll
+      for (int c = 0; c < 4; c++) kept |= uint32_t(dropout.keeps(words[c], 0)) << c | uint32_t(dropout.keeps(words[c], 1)) << (4 + c);
+      bytes[group] = uint8_t(kept);
+    }
+    return {bytes, query_shift, key_shift};
+  }
+  SIMT_DEVICE bool operator()(int query, int key) const {
+    if (!bytes) return true;
+    const int q = query + query_shift, k = key + key_shift;
+    return bytes[q / 2 * kKeyGroups + k / 4] >> (q % 2 * 4 + k % 4) & 1;
+  }
+};
+
+// The pairs of one query head.
+template <class Real>
+struct HeadScores {
+  Scores<Real> scores;
+  const RowEntry* rows;
+  int64_t seqlen_q;
+  bool hides;  // whether a pair inside the intervals may be hidden
+
+  SIMT_DEVICE HeadScores(const AttentionParams& p, const RowTable& table, int64_t batch, int64_t head)
+      : scores(p, batch, head), rows(table.rows_of(batch)), seqlen_q(p.seqlen_q), hides(p.bias.data || p.bool_mask.data) {}
+
+  // Of a query that may be negative or behind the end.
+  SIMT_DEVICE RowEntry row(int64_t query) const {
+    if (query < 0 || query >= seqlen_q) return RowEntry{0, 0, 0, 0};
+    return rows[query];
+  }
+  // -inf where hidden. `edge`: the tile has hidden pairs, or ends behind the matrix.
+  SIMT_DEVICE Real operator()(Real product, int64_t query, int64_t key, bool edge, const RowEntry& row, Real* derivative = nullptr) const {
+    if (edge && !row.contains(int(key))) return minus_infinity(Real());
+    return scores(product, query, key, derivative);
+  }
+};
+
+// kVector columns of a result, rounded to T.
+template <class T, int kVector>
+SIMT_DEVICE void store_part(const Rows<T>& m, int64_t row, int64_t col, int64_t cols, const Real<T> (&x)[kVector]) {
+  T* const to = m.at(row, col);
+  if (m.wide && col + kVector <= cols) {
+    struct alignas(kVector * sizeof(T)) Part {
+      T x[kVector];
+    } part;
+#pragma unroll
+    for (int k = 0; k < kVector; k++) part.x[k] = from_real<T>(x[k]);
+    *reinterpret_cast<Part*>(to) = part;
+  } else {
+#pragma unroll
+    for (int k = 0; k < kVector; k++)
+      if (col + k < cols) to[k * m.col_stride] = from_real<T>(x[k]);
+  }
+}
+
+SIMT_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+SIMT_DEVICE double larger(double a, double b) { return fmax(a, b); }
+
+// Over the 16 threads of a row.
+template <class Real>
+SIMT_DEVICE Real row_max(Real x) {
+#pragma unroll
+  for (int lanes = 1; lanes < 16; lanes *= 2) x = larger(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+  return x;
+}
+template <class Real>
+SIMT_DEVICE Real row_sum(Real x) {
+#pragma unroll
+  for (int lanes = 1; lanes < 16; lanes *= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+  return x;
+}
+
+// The running softmax of the rows of a block, in shared memory.
+template <class Tile>
+struct SoftmaxRows {
+  using Real = typename Tile::Real;
+  static constexpr int kElements = 3 * Tile::kRows + Tile::kThreadRows * Tile::kThreads;
+  Real *max, *next_max, *shrink;  // [kRows]
+  Real* sum;                      // [kThreadRows][kThreads], each thread's share
+  const Real sink;
+
+  SIMT_DEVICE SoftmaxRows(const AttentionParams& p, int64_t head, Real* memory, Place at)
+      : max(memory),
+        next_max(memory + Tile::kRows),
+        shrink(memory + 2 * Tile::kRows),
+        sum(memory + 3 * Tile::kRows + threadIdx.x),
+        sink(p.sinks ? ((const Real*)p.sinks)[head] : minus_infinity(Real())) {
+#pragma unroll
+    for (int i = 0; i < Tile::kThreadRows; i++) {
+      if (at.x == 0) max[at.y + 8 * i] = sink;
+      sum[i * Tile::kThreads] = at.x == 0 && sink != minus_infinity(Real()) ? Real(1) : Real(0);
+    }
+  }
+  // The scores of a thread in its row i become weights, hidden_weight() where they are -inf. Rows are not to be read before next_tile().
+  SIMT_DEVICE void add(int i, Real (&scores)[Tile::kThreadCols], Place at) {
+    const int row = at.y + 8 * i;
+    const Real before = max[row];
+    Real top = scores[0];
+#pragma unroll
+    for (int j = 1; j < Tile::kThreadCols; j++) top = larger(top, scores[j]);
+    top = larger(before, row_max(top));
+    const Real base = top == minus_infinity(Real()) ? Real(0) : top, factor = exp(before - base);
+    Real added = 0;
+#pragma unroll
+    for (int j = 0; j < Tile::kThreadCols; j++) {
+      const Real weight = exp(scores[j] - base);
+      added += weight;
+      scores[j] = scores[j] == minus_infinity(Real()) ? hidden_weight<Real>() : weight;
+    }
+    sum[i * Tile::kThreads] = sum[i * Tile::kThreads] * factor + added;
+    if (at.x == 0) next_max[row] = top, shrink[row] = factor;
+  }
+  // After a barrier of the warp.
+  SIMT_DEVICE void next_tile() {
+    Real* const other = max;
+    max = next_max, next_max = other;
+  }
+};
+
+}  // namespace cuda
+}  // namespace tiled_attention

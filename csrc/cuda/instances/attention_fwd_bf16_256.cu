@@ -1,0 +1,8 @@
+#include "../attention_fwd.cuh"
+
+namespace tiled_attention {
+namespace cuda {
+template void launch_attention_fwd<bf16, 256, false>(const AttentionParams&, const RowTable&, Stream);
+template void launch_attention_fwd<bf16, 256, true>(const AttentionParams&, const RowTable&, Stream);
+}  // namespace cuda
+}  // namespace tiled_attention

@@ -1,0 +1,52 @@
+// Masks as tensors: what dropout keeps and what intervals let through, one thread per element.
+
+#include "../../core/mask.h"
+#include "../address.cuh"
+#include "../dropout.cuh"
+#include "../kernels.h"
+
+namespace tiled_attention {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int64_t kMaxBlocks = 1 << 20;
+
+// keep[batch][num_heads][seqlen_q][seqlen_kv]
+__global__ void __launch_bounds__(kThreads) dropout_mask_kernel(const __grid_constant__ DropoutParams p, int64_t num_heads, int64_t seqlen_q, int64_t seqlen_kv, int64_t count, bool* keep) {
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step) {
+    const int64_t key = i % seqlen_kv, row = i / seqlen_kv, query = row % seqlen_q, head = row / seqlen_q;
+    const Dropout dropout(p, head / num_heads, head % num_heads);
+    keep[i] = !dropout.active || dropout.keeps(query, key);
+  }
+}
+
+// visible[batch][seqlen_q][seqlen_kv]
+__global__ void __launch_bounds__(kThreads) mask_dense_kernel(const __grid_constant__ MaskParams p, int64_t seqlen_q, int64_t seqlen_kv, int64_t count, bool* visible) {
+  const int64_t step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step) {
+    const int64_t key = i % seqlen_kv, row = i / seqlen_kv;
+    const RowMask rule(p, row / seqlen_q, seqlen_q, seqlen_kv);
+    visible[i] = contains(rule.row(row % seqlen_q), int(key));
+  }
+}
+
+unsigned blocks_for(int64_t count) { return unsigned(min_of((count + kThreads - 1) / kThreads, kMaxBlocks)); }
+
+}  // namespace
+
+const char* dropout_mask(const DropoutParams& p, int64_t batch, int64_t num_heads, int64_t seqlen_q, int64_t seqlen_kv, bool* keep, Stream stream) {
+  const int64_t count = batch * num_heads * seqlen_q * seqlen_kv;
+  SIMT_LAUNCH(dropout_mask_kernel, blocks_for(count), kThreads, 0, stream, p, num_heads, seqlen_q, seqlen_kv, count, keep);
+  return nullptr;
+}
+
+const char* mask_dense(const MaskParams& p, int64_t batch, int64_t seqlen_q, int64_t seqlen_kv, bool* visible, Stream stream) {
+  const int64_t count = batch * seqlen_q * seqlen_kv;
+  SIMT_LAUNCH(mask_dense_kernel, blocks_for(count), kThreads, 0, stream, p, seqlen_q, seqlen_kv, count, visible);
+  return nullptr;
+}
+
+}  // namespace cuda
+}  // namespace tiled_attention

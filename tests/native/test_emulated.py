@@ -1,0 +1,62 @@
+"""The tests of the operators on the kernels of csrc/cuda, run on the CPU by the emulator: the same files, in a process of their own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from build_emulated import build
+
+HERE = Path(__file__).parent
+PROJECT = HERE.parents[1]
+pytestmark = pytest.mark.native
+
+# The longest first.
+SMALL = (
+    "tests/test_attention_isa.py::test_features",
+    "tests/test_attention_isa.py::test_boundary",
+    "tests/test_attention_isa.py::test_adversarial",
+    "tests/test_linear_attention.py",
+    "tests/test_attention_isa.py::test_small",
+    "tests/test_dropout.py",
+    "tests/test_masks.py",
+    "tests/test_library_errors.py tests/test_errors.py tests/test_linear_errors.py",
+)
+ALL = (
+    *SMALL,
+    "tests/test_autograd.py",
+    "tests/test_linear_autograd.py",
+    "tests/test_attention.py",
+    "tests/test_attention_isa.py::test_slow",
+    "tests/test_vmap.py tests/test_linear_vmap.py",
+    "tests/test_weights.py",
+    "tests/test_accuracy.py tests/test_linear_accuracy.py",
+    "tests/test_compile.py tests/test_linear_compile.py",
+    "tests/test_library.py::TestLayout tests/test_library.py::TestEmptySizes",
+)
+
+
+@pytest.fixture(scope="session")
+def library() -> Path:
+    return build()
+
+
+def run_tests(library: Path, selection: Sequence[str], size: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-p", "emulated_selection", f"--emulated={size}"]
+    environment = os.environ | {"TILED_ATTENTION_LIBRARY": str(library), "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *selection], cwd=PROJECT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-5000:]
+    print(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("selection", SMALL)
+def test_small(selection: str, library: Path):
+    run_tests(library, selection.split(), "small")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("selection", ALL)
+def test_all(selection: str, library: Path):
+    run_tests(library, selection.split(), "all")

@@ -1,0 +1,100 @@
+"""The attention forward of csrc/cuda under every sanitizer, and with faults built in that a named job must see."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+from simt_build import SANITIZER, WRONG_RESULT, build, run
+
+pytestmark = pytest.mark.native
+MISSING_BARRIER, MISSING_WAIT, NO_SWIZZLE, MASK_OFF_BY_ONE, ONE_ROW_TOO_MANY = range(1, 6)
+
+
+def run_fault(fault: int, job: str, problems: str = "few") -> subprocess.CompletedProcess[str]:
+    return run(build("simt_attention.cpp", job, f"-DSIMT_FAULT={fault}"), problems)
+
+
+def extra_wavefronts(output: str, kind: str) -> int:
+    counts = re.search(rf"(\d+) {kind} with (\d+) extra wavefronts", output)
+    assert counts and int(counts[1]) > 0, output
+    return int(counts[2])
+
+
+@pytest.mark.parametrize(
+    "environment", [{}, {"SIMT_SEED": "1"}, {"SIMT_SEED": "2", "SIMT_ASYNC": "2"}, {"SIMT_SEED": "3", "SIMT_THREADS": "2"}]
+)
+def test_plain(environment: dict[str, str]):
+    done = run(build("simt_attention.cpp", "plain", "-DSIMT_FAULT=0"), "all", **environment)
+    assert done.returncode == 0, done.stdout
+    assert extra_wavefronts(done.stdout, "ldmatrix") == 0
+
+
+@pytest.mark.parametrize(
+    "job, problems",
+    [("asan", "few"), pytest.param("asan", "all", marks=pytest.mark.slow), pytest.param("tsan", "all", marks=pytest.mark.slow)],
+)
+def test_sanitized(job: str, problems: str):
+    done = run_fault(0, job, problems)
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
+def test_one_row_too_many_asan():
+    done = run_fault(ONE_ROW_TOO_MANY, "asan")
+    assert done.returncode == SANITIZER and "heap-buffer-overflow" in done.stdout, done.stdout[-5000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [MISSING_WAIT, MASK_OFF_BY_ONE])
+def test_fault_plain(fault: int):
+    done = run_fault(fault, "plain")
+    assert done.returncode == WRONG_RESULT and "wrong result" in done.stdout, done.stdout
+
+
+@pytest.mark.slow
+def test_missing_barrier_tsan():
+    done = run_fault(MISSING_BARRIER, "tsan")
+    assert done.returncode == SANITIZER and "data race" in done.stdout, done.stdout[-5000:]
+
+
+@pytest.mark.slow
+def test_no_swizzle_shows_as_bank_conflicts():
+    done = run_fault(NO_SWIZZLE, "plain")
+    assert done.returncode == 0 and extra_wavefronts(done.stdout, "ldmatrix") > 0, done.stdout
+
+
+@pytest.mark.slow
+def test_conflicts_of_every_access():
+    """Loads and stores beside ldmatrix too. Structures count once per field, so that not 0 but the places printed are the result."""
+    program = build("simt_attention.cpp", "trace", "-DSIMT_FAULT=0")
+    done = run(program, "few")
+    assert done.returncode == 0, done.stdout
+    extra, accesses = extra_wavefronts(done.stdout, "traced accesses"), int(re.search(r"(\d+) traced", done.stdout)[1])
+    for offset in re.findall(r"\+(0x[0-9a-f]+)", done.stdout):
+        print(subprocess.run(["addr2line", "-Cpie", program, offset], capture_output=True, text=True).stdout)
+    assert extra < accesses, done.stdout
+
+
+def can_fuzz() -> bool:
+    clang = shutil.which("clang++")
+    if not clang:
+        return False
+    probe = [clang, "-fsanitize=fuzzer", "-x", "c++", "-", "-o", "/dev/null"]
+    source = 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }'
+    return subprocess.run(probe, input=source, text=True, capture_output=True).returncode == 0
+
+
+@pytest.mark.slow
+def test_random_inputs_asan():
+    """60 seconds of inputs drawn at random; libFuzzer's need clang and are in test_fuzz."""
+    done = run(build("fuzz_attention.cpp", "asan", "-DSIMT_FAULT=0", "-DSIMT_RANDOM_DRIVER"), "60")
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert int(re.search(r"(\d+) inputs", done.stdout)[1]) > 20, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_fuzz(), reason="needs clang++ with libFuzzer")
+def test_fuzz():
+    program = build("fuzz_attention.cpp", "asan", "-DSIMT_FAULT=0", "-fsanitize=fuzzer", compiler="clang++")
+    done = run(program, "-max_total_time=60", "-max_len=10", "-len_control=0")
+    assert done.returncode == 0, done.stdout[-5000:]
