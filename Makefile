@@ -109,7 +109,7 @@ check-tree:
 check-example:
 	$(ENV_PYTHON) examples/quickstart.py
 
-check-cuda: $(STAMPS)/test.txt
+check-cuda: $(STAMPS)/test.txt $(STAMPS)/cuda.txt
 	$(ENV_PYTHON) tools/check_cuda.py $(ARGS)
 
 gpu: $(TEST)

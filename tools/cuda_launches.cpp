@@ -198,6 +198,10 @@ void run_exact(DType dtype, const Sizes& s, int options, bool aligned) {
     b.grad_bias.batch_strides[0] = b.grad_bias.head_stride = 0;
     cuda::attention_bwd_scratch(b);
     RUN(attention_bwd, b, pointer(), nullptr);
+    // And by the queries.
+    b.forward.bias.row_stride = b.grad_bias.row_stride = 0;
+    cuda::attention_bwd_scratch(b);
+    RUN(attention_bwd, b, pointer(), nullptr);
   }
 
   AttentionWeightsParams w;
@@ -257,6 +261,8 @@ void run_linear(DType dtype, const Sizes& s, int options, bool aligned) {
 
   if (causal && s.seqlen_q == 1) {
     p.initial_kv = pointer(), p.initial_k_sum = pointer();
+    RUN(linear_step, p, nullptr);
+    p.final_kv = const_cast<void*>(p.initial_kv), p.final_k_sum = const_cast<void*>(p.initial_k_sum);
     RUN(linear_step, p, nullptr);
   }
 }

@@ -21,7 +21,8 @@ void launch_attention_bwd(const AttentionBackwardParams& params, const BackwardW
   const AttentionParams& p = params.forward;
   const int64_t heads = p.batch * p.num_heads, stat_blocks = work.rows.padded / kStatRows;
   using RowTile = RowStatTile<T, D>;
-  fill_row_table<T>(p, p.key, p.head_dim, work.table, stream);
+  fill_row_table(p, work.table, stream);
+  flag_not_finite_tiles<T>(p, p.key, p.head_dim, work.table, stream);
   SIMT_LAUNCH(attention_bwd_heads_kernel, blocks_of(heads, kStatThreads), kStatThreads, 0, stream, params, work);
   SIMT_LAUNCH(attention_bwd_rows_kernel<RowTile>, unsigned(heads * stat_blocks), kStatThreads, 0, stream, params, work);
   if (params.grad_sinks) sum_parts((float*)params.grad_sinks, work.sink_parts, p.batch, p.num_heads, stat_blocks, stream);

@@ -17,7 +17,7 @@ struct BiasGradTile {
 namespace {
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads)
+__global__ void __launch_bounds__(Tile::kThreads, 1)
     attention_bwd_bias_kernel(const __grid_constant__ AttentionBackwardParams params, const __grid_constant__ BackwardWork work) {
   using T = typename Tile::T;
   constexpr int D = Tile::D, kKeys = Tile::kKeys, kRows = Tile::kRows, kThreads = Tile::kThreads, kTiles = kKeys / 8;

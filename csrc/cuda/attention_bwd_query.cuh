@@ -11,7 +11,7 @@ namespace cuda {
 template <class T_, int D_, bool kFeatures_>
 struct QueryGradTile {
   using T = T_;
-  static constexpr int D = D_, kWarps = 4, kThreads = 32 * kWarps, kKeys = D == 64 ? 64 : D == 256 && kFeatures_ ? 16 : 32;
+  static constexpr int D = D_, kWarps = 4, kThreads = 32 * kWarps, kKeys = !kFeatures_ || D == 128 ? 32 : D == 64 ? 64 : 16;
   static constexpr bool kFeatures = kFeatures_;
   // Two sets of 16 rows a warp share every fragment of keys and values, where their accumulators fit in registers.
   static constexpr int kSets = D <= 128 && !kFeatures ? 2 : 1;

@@ -140,7 +140,7 @@ inline bool bias_is_full(const AttentionBackwardParams& params) {
 // kBiasBlocks tiles of partial sums.
 constexpr int64_t kBiasBlocks = 512;
 constexpr int kBiasRows = 64;
-constexpr int bias_keys(int D) { return D > 128 ? 32 : 64; }
+constexpr int bias_keys(int D) { return D > 64 ? 32 : 64; }
 
 struct BiasGrid {
   int64_t row_tiles, key_tiles, slices, steps, splits;  // steps: query tiles of pairs of (batch item, head) that add up in one element

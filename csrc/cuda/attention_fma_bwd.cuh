@@ -115,7 +115,7 @@ void launch_attention_fma_bwd(const AttentionBackwardParams& params, void* memor
   Scratch scratch(memory);
   const FmaBackwardScratch parts(params, &scratch);
   const RowTable& table = parts.table;
-  fill_row_table<T>(p, p.key, p.head_dim, table, stream);
+  fill_row_table(p, table, stream);
 
   const RowStats<Real<T>> stats{(Real<T>*)parts.shift, (Real<T>*)parts.lse, (Real<T>*)parts.delta};
   StatsParams request;

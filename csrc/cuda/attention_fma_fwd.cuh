@@ -150,7 +150,7 @@ void launch_attention_fma_fwd(const AttentionParams& p, void* memory, Stream str
   Scratch scratch(memory);
   RowTable table = take_row_table(p, &scratch);
   table.not_finite = nullptr;
-  fill_row_table<T>(p, p.value, p.head_dim_v, table, stream);
+  fill_row_table(p, table, stream);
   if constexpr (sizeof(T) > 2) {
     if (p.head_dim_v <= kFmaOut<T> / 2) return launch_fma_fwd<T, kFmaOut<T> / 2>(p, table, stream);
   }

@@ -50,7 +50,7 @@ using QueryPairs = PairTiles<Tile, false>;
 
 // grad_bias with rows and columns: a block per tile of a slice adds up the heads that share it.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads)
+__global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) == 8 ? 2 : 3)
     attention_fma_bias_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats, BiasSlices slices) {
   using Real = typename Tile::Real;
   using Pairs = QueryPairs<Tile>;

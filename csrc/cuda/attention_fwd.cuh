@@ -42,7 +42,7 @@ template <class Tile>
 struct ForwardState {
   static constexpr int kScoreTiles = Tile::kKeys / 8, kOutTiles = Tile::D / 8;
   float out[Tile::kSets][kOutTiles][4] = {};
-  float max[Tile::kSets][2];  // of the scores, in units of log 2
+  float max[Tile::kSets][2];  // of the scores; without features in units of log 2
 };
 
 // Which queries a block computes. Late ones see most keys where the mask is causal: they start first.
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
   }
 
   ForwardState<Tile> state;
-  const float sink = p.sinks ? ((const float*)p.sinks)[head] * kLog2E : minus_infinity(0.0f);
+  const float sink = p.sinks ? ((const float*)p.sinks)[head] * (Tile::kFeatures ? 1.0f : kLog2E) : minus_infinity(0.0f);
 #pragma unroll
   for (int s = 0; s < kSets; s++)
 #pragma unroll
@@ -90,7 +90,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
       state.max[s][r] = sink;
       block->sums[s * 2 + r][threadIdx.x] = t == 0 && sink != minus_infinity(0.0f) ? 1.0f : 0.0f;
     }
-  const float unit = Tile::kFeatures ? kLog2E : float(p.scale) * kLog2E;
+  // The power of two that a score stands for. Without features one multiply-add; with them scores may be near the largest float.
+  const float unit = float(p.scale) * kLog2E;
+  const auto power = [&](float score, float base) { return simt::ex2(Tile::kFeatures ? (score - base) * kLog2E : fmaf(score, unit, -base)); };
   int tile = bounds.next_tile(0, kKeys);
 
   const Fragments<D> query_fragments = Fragments<D>::a(queries, warp * kSets * 16, lane), key_fragments = Fragments<D>::b_transposed(keys, lane),
@@ -189,12 +191,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
         for (int n = 0; n < kScoreTiles; n++) top = fmaxf(top, fmaxf(score[s][n][2 * r], score[s][n][2 * r + 1]));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-        top = fmaxf(state.max[s][r], top * unit);
-        const float base = top == minus_infinity(0.0f) ? 0.0f : top, shrink = simt::ex2(state.max[s][r] - base);
+        top = fmaxf(state.max[s][r], Tile::kFeatures ? top : top * unit);
+        const float base = top == minus_infinity(0.0f) ? 0.0f : top;
+        const float shrink = simt::ex2((state.max[s][r] - base) * (Tile::kFeatures ? kLog2E : 1.0f));
         float sum = 0;
 #pragma unroll
         for (int n = 0; n < kScoreTiles; n++) {
-          const uint32_t pair = simt::pack2<T>(simt::ex2(fmaf(score[s][n][2 * r], unit, -base)), simt::ex2(fmaf(score[s][n][2 * r + 1], unit, -base)));
+          const uint32_t pair = simt::pack2<T>(power(score[s][n][2 * r], base), power(score[s][n][2 * r + 1], base));
           weights[s][n][r] = pair;
           sum += simt::to_float(T{uint16_t(pair)}) + simt::to_float(T{uint16_t(pair >> 16)});
         }
@@ -269,7 +272,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       const int row = target.first_query + (warp * kSets + s) * 16 + g + 8 * r;
       if (p.lse && t == 0 && row < p.seqlen_q) {
-        const float lse = sum == 0 ? minus_infinity(0.0f) : state.max[s][r] * kLn2 + logf(sum);
+        const float lse = sum == 0 ? minus_infinity(0.0f) : state.max[s][r] * (Tile::kFeatures ? 1.0f : kLn2) + logf(sum);
         ((float*)p.lse)[(target.batch * p.num_heads + target.head) * p.seqlen_q + row] = lse;
       }
       const float factor = sum == 0 ? 0.0f : keep / sum;
@@ -293,8 +296,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
       for (int d = 0; d < kOutTiles; d++) {
         uint32_t* const at = (uint32_t*)(chunk_at<D>(queries, (warp * kSets + s) * 16 + g + 8 * r, d) + 2 * t);
         const uint32_t pair = *at;
-        *at = simt::pack2<T>(state.out[s][d][2 * r] - simt::to_float(T{uint16_t(pair)}),
-                             state.out[s][d][2 * r + 1] - simt::to_float(T{uint16_t(pair >> 16)}));
+        *at = simt::pack2<T>(state.out[s][d][2 * r] - simt::to_float(T{uint16_t(pair)}), state.out[s][d][2 * r + 1] - simt::to_float(T{uint16_t(pair >> 16)}));
       }
   __syncthreads();
   store_tile<D, kRows, kThreads>(queries, residual, target.first_query);

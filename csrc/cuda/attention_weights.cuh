@@ -102,7 +102,7 @@ void launch_attention_weights(const AttentionWeightsParams& params, void* memory
   const AttentionParams& p = params.forward;
   Scratch scratch(memory);
   const WeightsScratch parts(params, &scratch);
-  fill_row_table<T>(p, p.key, p.head_dim, parts.table, stream);
+  fill_row_table(p, parts.table, stream);
   const RowStats<Real<T>> stats{(Real<T>*)parts.shift, (Real<T>*)parts.lse, nullptr};
   StatsParams request;
   request.forward = p;

@@ -20,7 +20,7 @@ namespace cuda {
 enum class Decay { None, Token, Feature };
 
 // Thread blocks of a kernel that the registers of a multiprocessor hold: as many as there are without spills.
-template <class R, Decay kDecay> constexpr int kContributionBlocks = kDecay == Decay::Feature ? (sizeof(R) == 8 ? 1 : 2) : (sizeof(R) == 8 ? 2 : 4);
+template <class R, Decay kDecay> constexpr int kContributionBlocks = kDecay == Decay::Feature ? (sizeof(R) == 8 ? 1 : 2) : (sizeof(R) == 8 ? 2 : 3);
 template <class R, Decay kDecay> constexpr int kOutBlocks = sizeof(R) == 8 ? 1 : kDecay == Decay::Feature ? 2 : 3;
 template <class R, Decay kDecay> constexpr int kQueryGradBlocks = sizeof(R) == 8 ? 1 : 2;
 template <class R, Decay kDecay> constexpr int kKeyGradBlocks = sizeof(R) == 8 ? 1 : kDecay == Decay::Feature ? 2 : 3;
@@ -59,8 +59,8 @@ template <class Params> struct IsForward {
 template <> struct IsForward<LinearAttentionParams> {
   static constexpr bool value = true;
 };
-SIMT_DEVICE const LinearAttentionParams& forward_of(const LinearAttentionParams& p) { return p; }
-SIMT_DEVICE const LinearAttentionParams& forward_of(const LinearAttentionBackwardParams& p) { return p.forward; }
+HOST_DEVICE const LinearAttentionParams& forward_of(const LinearAttentionParams& p) { return p; }
+HOST_DEVICE const LinearAttentionParams& forward_of(const LinearAttentionBackwardParams& p) { return p.forward; }
 // The factors of a state, and of the gradient of a state.
 template <class T> SIMT_DEVICE Rows<const T> left_rows(const LinearAttentionParams& p, int64_t batch, int64_t head) {
   return rows_of<const T>(p, p.key, batch, head);

@@ -20,7 +20,7 @@ template <class R> SIMT_DEVICE R moved(R state, R gate, R b, R v) {
 }
 
 // kMoveSum: k_sum is moved as well, which must not be the memory that other blocks read.
-template <class T, bool kMoveSum> __global__ void __launch_bounds__(kStepThreads) linear_step_kernel(LinearAttentionParams p) {
+template <class T, bool kMoveSum> __global__ void __launch_bounds__(kStepThreads, 2) linear_step_kernel(LinearAttentionParams p) {
   using R = Real<T>;
   SIMT_DYNAMIC_SHARED(memory);
   simt::Carver carver(memory);

@@ -35,9 +35,7 @@ struct RowBounds {
     full_end = min_of(full_end, other.full_end);
   }
   // Whether some row sees a key of [begin, end), and whether all rows see all of them.
-  SIMT_DEVICE bool sees(int64_t begin, int64_t end) const {
-    return (begin < main_end && main_begin < end) || (begin < sinks_end && sinks_begin < end);
-  }
+  SIMT_DEVICE bool sees(int64_t begin, int64_t end) const { return (begin < main_end && main_begin < end) || (begin < sinks_end && sinks_begin < end); }
   SIMT_DEVICE bool covers(int64_t begin, int64_t end) const { return full_begin <= begin && end <= full_end; }
   // The first tile of `keys` keys at or behind `tile` that some row sees; -1 where there is none.
   SIMT_DEVICE int next_tile(int tile, int keys) const {
@@ -129,8 +127,8 @@ SIMT_DEVICE bool is_finite(T x) {
 
 // One warp per tile of keys: whether a row of `view` there holds inf or NaN.
 template <class T>
-__global__ void __launch_bounds__(kTableThreads) flag_not_finite(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorView view, int64_t cols,
-                const __grid_constant__ RowTable table) {
+__global__ void __launch_bounds__(kTableThreads)
+    flag_not_finite(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorView view, int64_t cols, const __grid_constant__ RowTable table) {
   const int lane = threadIdx.x % 32;
   const int64_t index = int64_t(blockIdx.x) * (kTableThreads / 32) + threadIdx.x / 32;
   if (index >= p.batch * p.num_heads_kv * table.flag_tiles) return;
@@ -149,13 +147,16 @@ __global__ void __launch_bounds__(kTableThreads) flag_not_finite(const __grid_co
 
 inline unsigned blocks_of(int64_t items, int64_t per_block) { return unsigned((items + per_block - 1) / per_block); }
 
-// `flagged` is what zero weights will multiply: value in forward, key in backward.
-template <class T>
-void fill_row_table(const AttentionParams& p, const TensorView& flagged, int64_t cols, const RowTable& table, void* stream) {
+inline void fill_row_table(const AttentionParams& p, const RowTable& table, void* stream) {
   SIMT_LAUNCH(fill_rows, blocks_of(table.items * table.groups, kTableThreads), kTableThreads, 0, stream, p.mask, p.seqlen_kv, table);
+}
+
+// Behind fill_row_table(). `view` is what zero weights will multiply: value in forward, key in backward.
+template <class T>
+void flag_not_finite_tiles(const AttentionParams& p, const TensorView& view, int64_t cols, const RowTable& table, void* stream) {
   if (!table.not_finite) return;
   const int64_t tiles = p.batch * p.num_heads_kv * table.flag_tiles;
-  SIMT_LAUNCH(flag_not_finite<T>, blocks_of(tiles, kTableThreads / 32), kTableThreads, 0, stream, p, flagged, cols, table);
+  SIMT_LAUNCH(flag_not_finite<T>, blocks_of(tiles, kTableThreads / 32), kTableThreads, 0, stream, p, view, cols, table);
 }
 
 }  // namespace cuda

@@ -32,7 +32,7 @@ SIMT_DEVICE PairMatrix pair_matrix(const AttentionParams& p, const TensorView& v
 // The score of one pair of a head in natural units: -inf where a bool mask or the bias hides it. Intervals are not looked at.
 template <class Real>
 struct Scores {
-  Real scale, softcap, slope;
+  Real scale, softcap, inverse_softcap, slope;
   int64_t query_offset;
   PairMatrix bias, bool_mask;
   DType bias_dtype;
@@ -40,6 +40,7 @@ struct Scores {
   SIMT_DEVICE Scores(const AttentionParams& p, int64_t batch, int64_t head)
       : scale(Real(p.scale)),
         softcap(Real(p.softcap)),
+        inverse_softcap(p.softcap != 0 ? Real(1 / p.softcap) : Real(0)),
         slope(p.alibi_slopes ? ((const Real*)p.alibi_slopes)[head] : Real(0)),
         query_offset(RowMask(p.mask, batch, p.seqlen_q, p.seqlen_kv).query_offset),
         bias(pair_matrix(p, p.bias, element_bytes(p.bias.dtype), batch, head)),
@@ -55,7 +56,7 @@ struct Scores {
   SIMT_DEVICE Real operator()(Real product, int64_t query, int64_t key, Real* derivative = nullptr) const {
     Real score = product * scale, slope_of_score = scale;
     if (softcap != Real(0)) {
-      const Real t = softcap_tanh(score / softcap);
+      const Real t = softcap_tanh(score * inverse_softcap);
       slope_of_score = softcap_gradient(scale, t);
       score = softcap * t;
     }

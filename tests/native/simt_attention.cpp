@@ -20,6 +20,10 @@ int main(int argc, char** argv) {
 #if SIMT_FAULT == 0
     const std::vector<Problem> featured = {{2, 1, 90, 150, 64, 64, true, kUnbounded, 2.0, true}, {1, 1, 20, 80, 24, 40, false, kUnbounded, 0, true}};
     for (const Problem& p : featured) ok &= check<f16, true>(p, 2, true);
+    if (!few) {
+      ok &= check<bf16, false, 128>({2, 1, 70, 133, 128, 96, true}, 3, true);
+      ok &= check<f16, true, 128>({1, 1, 65, 97, 128, 128, true, 40, 3.0, true}, 4, true);
+    }
 #endif
   } catch (const simt::Fault& fault) {
     puts(fault.what());

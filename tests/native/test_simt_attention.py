@@ -1,13 +1,15 @@
-"""The attention forward of csrc/cuda under every sanitizer, and with faults built in that a named job must see."""
+"""Kernels of csrc/cuda under every sanitizer, and the attention forward with faults built in that a named job must see."""
 
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
-from simt_build import SANITIZER, WRONG_RESULT, build, run
+from simt_build import PROJECT, SANITIZER, WRONG_RESULT, build, run
 
 pytestmark = pytest.mark.native
+KERNEL = PROJECT / "csrc/cuda/attention_fwd.cuh"
 MISSING_BARRIER, MISSING_WAIT, NO_SWIZZLE, MASK_OFF_BY_ONE, ONE_ROW_TOO_MANY = range(1, 6)
 
 
@@ -39,6 +41,14 @@ def test_sanitized(job: str, problems: str):
     assert done.returncode == 0, done.stdout[-5000:]
 
 
+@pytest.mark.parametrize("source", ["simt_attention_grad.cpp", "simt_linear.cpp"])
+@pytest.mark.parametrize("job", ["plain", pytest.param("asan", marks=pytest.mark.slow), pytest.param("tsan", marks=pytest.mark.slow)])
+def test_gradients(source: str, job: str):
+    done = run(build(source, job))
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert done.stdout.count("right ") > 1 and "wrong" not in done.stdout, done.stdout
+
+
 def test_one_row_too_many_asan():
     done = run_fault(ONE_ROW_TOO_MANY, "asan")
     assert done.returncode == SANITIZER and "heap-buffer-overflow" in done.stdout, done.stdout[-5000:]
@@ -63,16 +73,26 @@ def test_no_swizzle_shows_as_bank_conflicts():
     assert done.returncode == 0 and extra_wavefronts(done.stdout, "ldmatrix") > 0, done.stdout
 
 
+def main_loop() -> range:
+    """Its lines in KERNEL."""
+    lines = KERNEL.read_text().splitlines()
+    begin = lines.index("  while (tile >= 0) {")
+    return range(begin + 1, lines.index("  }", begin) + 2)
+
+
 @pytest.mark.slow
 def test_conflicts_of_every_access():
-    """Loads and stores beside ldmatrix too. Structures count once per field, so that not 0 but the places printed are the result."""
+    """Loads and stores beside ldmatrix too: none in the main loop, and none in a function called from it."""
     program = build("simt_attention.cpp", "trace", "-DSIMT_FAULT=0")
     done = run(program, "few")
     assert done.returncode == 0, done.stdout
-    extra, accesses = extra_wavefronts(done.stdout, "traced accesses"), int(re.search(r"(\d+) traced", done.stdout)[1])
-    for offset in re.findall(r"\+(0x[0-9a-f]+)", done.stdout):
-        print(subprocess.run(["addr2line", "-Cpie", program, offset], capture_output=True, text=True).stdout)
-    assert extra < accesses, done.stdout
+    assert extra_wavefronts(done.stdout, "ldmatrix") == 0
+    offsets = [hex(int(offset, 16) - 1) for offset in re.findall(r"\+(0x[0-9a-f]+)", done.stdout)]  # before where the access returns to
+    assert bool(offsets) == (extra_wavefronts(done.stdout, "traced accesses") > 0), done.stdout
+    for offset in offsets:
+        frames = subprocess.run(["addr2line", "-ie", program, offset], capture_output=True, text=True, check=True).stdout
+        places = re.findall(r"^(.*):(\d+)", frames, re.MULTILINE)
+        assert places and all(Path(file) == KERNEL and int(line) not in main_loop() for file, line in places), frames
 
 
 def can_fuzz() -> bool:

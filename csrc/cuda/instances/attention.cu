@@ -16,9 +16,7 @@ bool uses_mma(const AttentionParams& p) {
   return (p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16) && p.head_dim <= kMaxMmaDim && p.head_dim_v <= kMaxMmaDim;
 }
 
-bool has_features(const AttentionParams& p) {
-  return p.bias.data || p.bool_mask.data || p.softcap != 0 || p.alibi_slopes || p.dropout.p > 0 || !(p.scale > 0);
-}
+bool has_features(const AttentionParams& p) { return p.bias.data || p.bool_mask.data || p.softcap != 0 || p.alibi_slopes || p.dropout.p > 0 || !(p.scale > 0); }
 
 template <class T, int D>
 void launch(const AttentionParams& p, const RowTable& table, Stream stream) {
@@ -28,7 +26,8 @@ void launch(const AttentionParams& p, const RowTable& table, Stream stream) {
 
 template <class T>
 void attention_fwd_mma(const AttentionParams& p, const RowTable& table, Stream stream) {
-  fill_row_table<T>(p, p.value, p.head_dim_v, table, stream);
+  fill_row_table(p, table, stream);
+  flag_not_finite_tiles<T>(p, p.value, p.head_dim_v, table, stream);
   const int64_t dim = max_of(p.head_dim, p.head_dim_v);
   if (dim <= 64) launch<T, 64>(p, table, stream);
   else if (dim <= 128) launch<T, 128>(p, table, stream);
@@ -56,9 +55,7 @@ const char* attention_fwd(const AttentionParams& p, void* memory, Stream stream)
   return nullptr;
 }
 
-size_t attention_bwd_scratch(const AttentionBackwardParams& p) {
-  return uses_mma(p.forward) ? attention_bwd_mma_scratch(p) : attention_bwd_fma_scratch(p);
-}
+size_t attention_bwd_scratch(const AttentionBackwardParams& p) { return uses_mma(p.forward) ? attention_bwd_mma_scratch(p) : attention_bwd_fma_scratch(p); }
 
 const char* attention_bwd(const AttentionBackwardParams& p, void* memory, Stream stream) {
   return uses_mma(p.forward) ? attention_bwd_mma(p, memory, stream) : attention_bwd_fma(p, memory, stream);

@@ -13,7 +13,8 @@ constexpr int kThreads = 256;
 constexpr int64_t kMaxBlocks = 1 << 20;
 
 // keep[batch][num_heads][seqlen_q][seqlen_kv]
-__global__ void __launch_bounds__(kThreads) dropout_mask_kernel(const __grid_constant__ DropoutParams p, int64_t num_heads, int64_t seqlen_q, int64_t seqlen_kv, int64_t count, bool* keep) {
+__global__ void __launch_bounds__(kThreads)
+    dropout_mask_kernel(const __grid_constant__ DropoutParams p, int64_t num_heads, int64_t seqlen_q, int64_t seqlen_kv, int64_t count, bool* keep) {
   const int64_t step = int64_t(gridDim.x) * kThreads;
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step) {
     const int64_t key = i % seqlen_kv, row = i / seqlen_kv, query = row % seqlen_q, head = row / seqlen_q;
@@ -23,7 +24,8 @@ __global__ void __launch_bounds__(kThreads) dropout_mask_kernel(const __grid_con
 }
 
 // visible[batch][seqlen_q][seqlen_kv]
-__global__ void __launch_bounds__(kThreads) mask_dense_kernel(const __grid_constant__ MaskParams p, int64_t seqlen_q, int64_t seqlen_kv, int64_t count, bool* visible) {
+__global__ void __launch_bounds__(kThreads)
+    mask_dense_kernel(const __grid_constant__ MaskParams p, int64_t seqlen_q, int64_t seqlen_kv, int64_t count, bool* visible) {
   const int64_t step = int64_t(gridDim.x) * kThreads;
   for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step) {
     const int64_t key = i % seqlen_kv, row = i / seqlen_kv;
