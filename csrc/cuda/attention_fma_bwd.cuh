@@ -15,7 +15,7 @@ template <class Tile, Gradient kOf>
 constexpr int kBackwardBytes = kPairBytes<PairTiles<Tile, kOf != Gradient::kQuery>, Tile> + Tile::kValues * int(sizeof(typename Tile::Real));
 
 template <class Tile, Gradient kOf>
-__global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) == 8 || Tile::kOut > 64 ? 2 : 3)
+__global__ void __launch_bounds__(Tile::kThreads, 2)
     attention_fma_bwd_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;

@@ -143,9 +143,9 @@ SIMT_DEVICE bool is_hidden(double weight) {
   return bits == 0x8000000000000000u;
 }
 
-// results[i] += weights[row][k] values[k] over `count` columns of the weights. kSelect: some pairs may be hidden.
+// sums[i] += weights[row][k] values[k] over `count` columns of the weights. kSelect: some pairs may be hidden.
 template <class Tile, bool kSelect>
-SIMT_DEVICE void add_weighted(typename Tile::Results& results, const typename Tile::Real* weights, const typename Tile::Real* values, int count, Place at) {
+SIMT_DEVICE void add_weighted_chain(typename Tile::Results& sums, const typename Tile::Real* weights, const typename Tile::Real* values, int count, Place at) {
   using Vector = Vec16<typename Tile::Real>;
   constexpr int kVector = Tile::kVector;
   weights += at.y * Tile::kStride, values += at.x * kVector;
@@ -163,9 +163,25 @@ SIMT_DEVICE void add_weighted(typename Tile::Results& results, const typename Ti
         for (int i = 0; i < Tile::kThreadRows; i++) {
           if (kSelect && is_hidden(w[i].x[e])) continue;
 #pragma unroll
-          for (int c = 0; c < kVector; c++) results[i][j + c] += w[i].x[e] * v.x[c];
+          for (int c = 0; c < kVector; c++) sums[i][j + c] += w[i].x[e] * v.x[c];
         }
       }
+  }
+}
+
+// The same, added to `results`. In float32 a tile is summed by itself first: one chain over thousands of columns would lose what the contract
+// keeps, twice the error of sums in blocks.
+template <class Tile, bool kSelect>
+SIMT_DEVICE void add_weighted(typename Tile::Results& results, const typename Tile::Real* weights, const typename Tile::Real* values, int count, Place at) {
+  if constexpr (sizeof(typename Tile::Real) == 8) {
+    add_weighted_chain<Tile, kSelect>(results, weights, values, count, at);
+  } else {
+    typename Tile::Results of_tile = {};
+    add_weighted_chain<Tile, kSelect>(of_tile, weights, values, count, at);
+#pragma unroll
+    for (int i = 0; i < Tile::kThreadRows; i++)
+#pragma unroll
+      for (int c = 0; c < Tile::kThreadOut; c++) results[i][c] += of_tile[i][c];
   }
 }
 

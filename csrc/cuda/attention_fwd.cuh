@@ -29,7 +29,8 @@ struct ForwardTile {
     Matrix<const T> key, value;
     const uint8_t* not_finite;
     RowBounds bounds;
-    float sums[kSets * 2][kThreads];  // each lane's share of its row sums
+    float sums[kSets * 2][kThreads];  // each lane's share of its row sums, of the weights as they are rounded
+    float exact_sums[kRows];          // row sums of the weights as they were, for lse
   };
   // Queries (later the output), keys, values, what the rows see.
   static constexpr int kSharedBytes = (kRows + 2 * kKeys) * D * int(sizeof(T)) + kRows * int(sizeof(RowEntry)) + (int(sizeof(Block)) + 15) / 16 * 16;
@@ -89,6 +90,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
     for (int r = 0; r < 2; r++) {
       state.max[s][r] = sink;
       block->sums[s * 2 + r][threadIdx.x] = t == 0 && sink != minus_infinity(0.0f) ? 1.0f : 0.0f;
+      if (t == 0) block->exact_sums[(warp * kSets + s) * 16 + g + 8 * r] = sink != minus_infinity(0.0f) ? 1.0f : 0.0f;
     }
   // The power of two that a score stands for. Without features one multiply-add; with them scores may be near the largest float.
   const float unit = float(p.scale) * kLog2E;
@@ -180,8 +182,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
         }
     }
 
-    // Online softmax; the sums are those of the rounded weights.
+    // Online softmax. The output is divided by sums of the weights as they are rounded, lse has those of the weights as they were.
     uint32_t weights[kSets][kScoreTiles][2];
+    const int row_of_lane = thread_index() / 32 * kSets * 16 + thread_index() % 32 / 4;
 #pragma unroll
     for (int s = 0; s < kSets; s++)
 #pragma unroll
@@ -194,15 +197,21 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
         top = fmaxf(state.max[s][r], Tile::kFeatures ? top : top * unit);
         const float base = top == minus_infinity(0.0f) ? 0.0f : top;
         const float shrink = simt::ex2((state.max[s][r] - base) * (Tile::kFeatures ? kLog2E : 1.0f));
-        float sum = 0;
+        float sum = 0, exact = 0;
 #pragma unroll
         for (int n = 0; n < kScoreTiles; n++) {
-          const uint32_t pair = simt::pack2<T>(power(score[s][n][2 * r], base), power(score[s][n][2 * r + 1], base));
+          const float first = power(score[s][n][2 * r], base), second = power(score[s][n][2 * r + 1], base);
+          const uint32_t pair = simt::pack2<T>(first, second);
+          exact += first + second;
           weights[s][n][r] = pair;
           sum += simt::to_float(T{uint16_t(pair)}) + simt::to_float(T{uint16_t(pair >> 16)});
         }
         float& total = block->sums[s * 2 + r][threadIdx.x];
         total = total * shrink + sum;
+        exact += __shfl_xor_sync(0xffffffffu, exact, 1);
+        exact += __shfl_xor_sync(0xffffffffu, exact, 2);
+        float& exact_total = block->exact_sums[row_of_lane + s * 16 + 8 * r];
+        if (thread_index() % 4 == 0) exact_total = exact_total * shrink + exact;
         state.max[s][r] = top;
 #pragma unroll
         for (int d = 0; d < kOutTiles; d++) state.out[s][d][2 * r] *= shrink, state.out[s][d][2 * r + 1] *= shrink;
@@ -272,7 +281,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       const int row = target.first_query + (warp * kSets + s) * 16 + g + 8 * r;
       if (p.lse && t == 0 && row < p.seqlen_q) {
-        const float lse = sum == 0 ? minus_infinity(0.0f) : state.max[s][r] * (Tile::kFeatures ? 1.0f : kLn2) + logf(sum);
+        const float exact = block->exact_sums[(warp * kSets + s) * 16 + g + 8 * r];
+        const float lse = exact == 0 ? minus_infinity(0.0f) : state.max[s][r] * (Tile::kFeatures ? 1.0f : kLn2) + logf(exact);
         ((float*)p.lse)[(target.batch * p.num_heads + target.head) * p.seqlen_q + row] = lse;
       }
       const float factor = sum == 0 ? 0.0f : keep / sum;
