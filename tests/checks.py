@@ -26,7 +26,7 @@ def run(case: Case, x: Inputs, grad_out: Tensor | None = None, grad_lse: Tensor 
 def on_dot_path(dtype: torch.dtype) -> bool:
     """Whether weights and gradients of scores are rounded to this 16-bit dtype for the products: with the bfloat16 dot, on tensor cores."""
     isa = torch.ops.tiled_attention._isa()
-    return dtype == torch.bfloat16 and "bf16" in isa or dtype.itemsize == 2 and isa == "emulated"
+    return (dtype == torch.bfloat16 and "bf16" in isa) or (dtype.itemsize == 2 and isa == "emulated")
 
 
 def check(case: Case) -> None:

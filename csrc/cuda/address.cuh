@@ -37,5 +37,30 @@ SIMT_DEVICE void ldmatrix_transposed(uint32_t (&r)[4], SharedAddress at) {
 }
 #endif
 
+// The same value, of which the compiler knows nothing: what follows from it is worked out again where it is used instead of being kept in
+// registers over the main loop.
+template <class Integer>
+SIMT_DEVICE Integer opaque(Integer x) {
+#if !SIMT_EMULATED
+  static_assert(sizeof(Integer) == 4, "one register");
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
+// Division of numbers in [0, 2^31) by one that the host knows (Granlund and Montgomery, "Division by invariant integers using multiplication").
+struct Divisor {
+  int value;
+  uint32_t multiplier;
+  int shift;
+
+  explicit Divisor(int64_t divisor) : value(int(divisor)), shift(31) {
+    while ((int64_t(1) << (shift - 31)) < divisor) shift++;
+    multiplier = uint32_t(((uint64_t(1) << shift) + divisor - 1) / divisor);
+  }
+  SIMT_DEVICE int divide(int x) const { return int(uint64_t(uint32_t(x)) * multiplier >> shift); }
+  SIMT_DEVICE int rest(int x) const { return x - divide(x) * value; }
+};
+
 }  // namespace cuda
 }  // namespace tiled_attention

@@ -124,27 +124,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
     load_tile<D, kKeys, kThreads>(values, TileMatrix<const T>(block->value, p.seqlen_kv, p.head_dim_v), first_key);
     simt::cp_async_commit();
 
-    float score[kSets][kScoreTiles][4];
-#pragma unroll
-    for (int s = 0; s < kSets; s++)
-#pragma unroll
-      for (int n = 0; n < kScoreTiles; n++) score[s][n][0] = score[s][n][1] = score[s][n][2] = score[s][n][3] = 0;
-#pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-      uint32_t a[kSets][4];
-#pragma unroll
-      for (int s = 0; s < kSets; s++) query_fragments.load(a[s], s * 16, 2 * k);
-#pragma unroll
-      for (int n = 0; n < kScoreTiles; n += 2) {
-        uint32_t b[4];
-        key_fragments.load(b, n * 8, 2 * k);
-#pragma unroll
-        for (int s = 0; s < kSets; s++) {
-          simt::mma_16816<T>(score[s][n], a[s], b[0], b[1]);
-          simt::mma_16816<T>(score[s][n + 1], a[s], b[2], b[3]);
-        }
-      }
-    }
+    PairTile<kSets, kScoreTiles> score;
+    clear<kSets, kScoreTiles>(score);
+    multiply_transposed<T, D, kSets, kScoreTiles>(score, query_fragments, key_fragments);
 
     // Scores in natural units with features, in units of 1 / scale without; -inf where hidden.
     const bool edge = !block->bounds.covers(first_key, first_key + kKeys);
@@ -183,7 +165,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
     }
 
     // Online softmax. The output is divided by sums of the weights as they are rounded, lse has those of the weights as they were.
-    uint32_t weights[kSets][kScoreTiles][2];
+    PackedTile<kSets, kScoreTiles> weights;
     const int row_of_lane = thread_index() / 32 * kSets * 16 + thread_index() % 32 / 4;
 #pragma unroll
     for (int s = 0; s < kSets; s++)
@@ -245,25 +227,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
       load_tile<D, kKeys, kThreads>(keys, TileMatrix<const T>(block->key, p.seqlen_kv, p.head_dim), int64_t(tile) * kKeys);
       simt::cp_async_commit();
     }
-#pragma unroll
-    for (int k = 0; k < kKeys / 16; k++) {
-      uint32_t a[kSets][4];
-#pragma unroll
-      for (int s = 0; s < kSets; s++) {
-        a[s][0] = weights[s][2 * k][0], a[s][1] = weights[s][2 * k][1];
-        a[s][2] = weights[s][2 * k + 1][0], a[s][3] = weights[s][2 * k + 1][1];
-      }
-#pragma unroll
-      for (int d = 0; d < kOutTiles; d += 2) {
-        uint32_t b[4];
-        value_fragments.load_transposed(b, k * 16, d);
-#pragma unroll
-        for (int s = 0; s < kSets; s++) {
-          simt::mma_16816<T>(state.out[s][d], a[s], b[0], b[1]);
-          simt::mma_16816<T>(state.out[s][d + 1], a[s], b[2], b[3]);
-        }
-      }
-    }
+    multiply<T, D, kSets, kScoreTiles>(state.out, weights, value_fragments);
   }
   simt::cp_async_wait<0>();
   __syncthreads();

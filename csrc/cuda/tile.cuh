@@ -117,5 +117,64 @@ struct Fragments {
   }
 };
 
+// C fragments: a warp has kSets sets of 16 rows; lane = 4 g + t has rows g and g + 8 of each, columns 2 t and 2 t + 1 of each 8.
+template <int kSets, int kTiles>
+using PairTile = float[kSets][kTiles][4];
+// Two columns of 16 bit in each word, for rows g and g + 8: the A fragments of the next product.
+template <int kSets, int kTiles>
+using PackedTile = uint32_t[kSets][kTiles][2];
+
+template <int kSets, int kTiles>
+SIMT_DEVICE void clear(PairTile<kSets, kTiles>& c) {
+#pragma unroll
+  for (int s = 0; s < kSets; s++)
+#pragma unroll
+    for (int n = 0; n < kTiles; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) c[s][n][i] = 0;
+}
+
+// c += left right^T: the warp's rows of one tile and the first 8 kTiles rows of another, over D columns.
+template <class T, int D, int kSets, int kTiles>
+SIMT_DEVICE void multiply_transposed(PairTile<kSets, kTiles>& c, const Fragments<D>& left_tile, const Fragments<D>& right_tile) {
+  const Fragments<D> left = {opaque(left_tile.lane_address)}, right = {opaque(right_tile.lane_address)};
+#pragma unroll
+  for (int k = 0; k < D / 16; k++) {
+    uint32_t a[kSets][4];
+#pragma unroll
+    for (int s = 0; s < kSets; s++) left.load(a[s], s * 16, 2 * k);
+#pragma unroll
+    for (int n = 0; n < kTiles; n += 2) {
+      uint32_t b[4];
+      right.load(b, n * 8, 2 * k);
+#pragma unroll
+      for (int s = 0; s < kSets; s++) {
+        simt::mma_16816<T>(c[s][n], a[s], b[0], b[1]);
+        simt::mma_16816<T>(c[s][n + 1], a[s], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// c += weights right: over the first 8 kTiles rows of a tile of D columns.
+template <class T, int D, int kSets, int kTiles>
+SIMT_DEVICE void multiply(PairTile<kSets, D / 8>& c, const PackedTile<kSets, kTiles>& weights, const Fragments<D>& right_tile) {
+  const Fragments<D> right = {opaque(right_tile.lane_address)};
+#pragma unroll
+  for (int k = 0; k < kTiles / 2; k++) {
+#pragma unroll
+    for (int d = 0; d < D / 8; d += 2) {
+      uint32_t b[4];
+      right.load_transposed(b, k * 16, d);
+#pragma unroll
+      for (int s = 0; s < kSets; s++) {
+        const uint32_t a[4] = {weights[s][2 * k][0], weights[s][2 * k][1], weights[s][2 * k + 1][0], weights[s][2 * k + 1][1]};
+        simt::mma_16816<T>(c[s][d], a, b[0], b[1]);
+        simt::mma_16816<T>(c[s][d + 1], a, b[2], b[3]);
+      }
+    }
+  }
+}
+
 }  // namespace cuda
 }  // namespace tiled_attention
