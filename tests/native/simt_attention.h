@@ -164,8 +164,7 @@ Errors errors_of(Tensors<T>& x) {
           if (row.weight[size_t(j)] > 0) largest = std::max(largest, std::fabs(v));
         }
       // Weights and output are each rounded once to T.
-      for (int64_t c = 0; c < dv; ++c)
-        errors.add(errors.out, simt::to_float(x.out[(h * nq + i) * dv + c]), sum[size_t(c)], 2 * unit_of<T>() * largest);
+      for (int64_t c = 0; c < dv; ++c) errors.add(errors.out, simt::to_float(x.out[(h * nq + i) * dv + c]), sum[size_t(c)], 2 * unit_of<T>() * largest);
       errors.add(errors.lse, x.lse[h * nq + i], row.lse, 4 * unit_of<T>());
     }
   return errors;

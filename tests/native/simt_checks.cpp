@@ -238,7 +238,9 @@ __global__ void early_exit_kernel(int* out, int n) {  // who has left counts as 
   __syncthreads();
   out[threadIdx.x] += 1;
   __syncthreads();
-  out[threadIdx.x] += out[(threadIdx.x + 1) % unsigned(n)] > 0;
+  const bool arrived = out[(threadIdx.x + 1) % unsigned(n)] > 0;
+  __syncthreads();
+  out[threadIdx.x] += arrived;
 }
 __global__ void reduce_kernel(const float* x, float* out, int n) {
   SIMT_SHARED(float, sums, [5]);
