@@ -47,7 +47,7 @@ struct QueryPlace {
 namespace {
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads)
+__global__ void __launch_bounds__(Tile::kThreads, 2)
     attention_bwd_query_kernel(const __grid_constant__ AttentionBackwardParams params, const __grid_constant__ BackwardWork work,
                                const __grid_constant__ QueryGrid grid) {
   using T = typename Tile::T;

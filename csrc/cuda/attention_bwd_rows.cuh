@@ -248,7 +248,7 @@ SIMT_DEVICE ExpSum sum_again(const AttentionParams& p, const BackwardHead& head,
   return all;
 }
 
-__global__ void __launch_bounds__(kStatThreads)
+__global__ void __launch_bounds__(kStatThreads, 4)
     attention_bwd_heads_kernel(const __grid_constant__ AttentionBackwardParams params, const __grid_constant__ BackwardWork work) {
   const int index = int(blockIdx.x) * kStatThreads + int(threadIdx.x);
   const AttentionParams& p = params.forward;
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kStatThreads)
 
 // One block per kStatRows rows of a head.
 template <class Tile>
-__global__ void __launch_bounds__(kStatThreads)
+__global__ void __launch_bounds__(kStatThreads, 4)
     attention_bwd_rows_kernel(const __grid_constant__ AttentionBackwardParams params, const __grid_constant__ BackwardWork work) {
   using T = typename Tile::T;
   constexpr int kLanes = Tile::D / 8, kRowsAtOnce = kStatThreads / kLanes, kWarpRows = kStatRows / kStatWarps;

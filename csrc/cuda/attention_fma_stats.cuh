@@ -40,7 +40,7 @@ template <class Tile>
 constexpr int kStatsBytes = Tile::kScoreBytes + (SoftmaxRows<Tile>::kElements + 2 * Tile::kRows) * int(sizeof(typename Tile::Real));
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads) attention_fma_stats_kernel(StatsParams params, RowTable table, RowStats<typename Tile::Real> stats) {
+__global__ void __launch_bounds__(Tile::kThreads, 3) attention_fma_stats_kernel(StatsParams params, RowTable table, RowStats<typename Tile::Real> stats) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;
   SIMT_DYNAMIC_SHARED(shared);

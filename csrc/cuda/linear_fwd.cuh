@@ -15,7 +15,7 @@ template <class R, Decay kDecay> using OutShared = PairShared<R, kDecay, 3>;
 
 template <class T, Decay kDecay>
 __global__ void __launch_bounds__(Shape<Real<T>>::kThreads, kOutBlocks<Real<T>, kDecay>)
-    linear_out_kernel(LinearAttentionParams p, Segment s, Decays<Real<T>> decays, const Real<T>* states) {
+    linear_out_kernel(const __grid_constant__ LinearAttentionParams p, Segment s, Decays<Real<T>> decays, const Real<T>* states) {
   using R = Real<T>;
   constexpr int kThreads = Shape<R>::kThreads;
   SIMT_DYNAMIC_SHARED(memory);

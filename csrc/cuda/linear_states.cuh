@@ -79,7 +79,7 @@ namespace {
 
 constexpr int kScanThreads = 128;
 
-template <class R> __global__ void __launch_bounds__(kScanThreads) linear_decay_kernel(LinearAttentionParams p, Segment s, Decays<R> decays) {
+template <class R> __global__ void __launch_bounds__(kScanThreads, 4) linear_decay_kernel(LinearAttentionParams p, Segment s, Decays<R> decays) {
   const int64_t index = int64_t(blockIdx.x) * kScanThreads + threadIdx.x;
   if (index >= p.batch * p.num_heads_kv * s.chunks * decays.columns) return;
   const int64_t col = index % decays.columns, chunk = index / decays.columns % s.chunks, batch_head = index / decays.columns / s.chunks;

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "../core/view.h"
-#include "device.cuh"
+#include "address.cuh"
 
 namespace tiled_attention {
 namespace cuda {
