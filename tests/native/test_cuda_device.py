@@ -16,7 +16,8 @@ from tiled_attention import linear_testing
 from tiled_attention.linear_testing import LinearCase
 from tiled_attention.testing import DTYPES, Case, Inputs, assert_accurate, real_dtype
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+# `make gpu` runs this file by its name.
+pytestmark = [pytest.mark.native, pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 EXACT = [*cases.SMALL, *cases.BOUNDARY, *cases.FEATURES, *cases.ADVERSARIAL]
 F32, F64, BF16, F16 = DTYPES
 
