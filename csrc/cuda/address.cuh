@@ -29,12 +29,8 @@ SIMT_DEVICE int thread_index() {
   return index;
 }
 SIMT_DEVICE SharedAddress shared_address(const void* p) { return simt::smem_u32(p); }
-SIMT_DEVICE void ldmatrix(uint32_t (&r)[4], SharedAddress at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];\n" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
-SIMT_DEVICE void ldmatrix_transposed(uint32_t (&r)[4], SharedAddress at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];\n" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
-}
+SIMT_DEVICE void ldmatrix(uint32_t (&r)[4], SharedAddress at) { simt::ldmatrix_x4(r, at); }
+SIMT_DEVICE void ldmatrix_transposed(uint32_t (&r)[4], SharedAddress at) { simt::ldmatrix_x4_trans(r, at); }
 #endif
 
 // The same value, of which the compiler knows nothing: what follows from it is worked out again where it is used instead of being kept in

@@ -124,11 +124,6 @@ struct BackwardWork {
   bool full_bias;  // bias_is_full()
 };
 
-// Whether a score is more than scale * q . k, scale > 0, and a weight more than its exponential.
-inline bool needs_features(const AttentionParams& p) {
-  return p.bias.data || p.bool_mask.data || p.alibi_slopes || p.softcap > 0 || p.dropout.p > 0 || !(p.scale > 0);
-}
-
 // A bias that is the same for all keys changes lse alone: its gradient needs no scores.
 inline bool bias_has_columns(const AttentionBackwardParams& params) { return params.grad_bias.data && params.grad_bias.col_stride != 0; }
 // Every pair has an element of its own: written where the scores are at hand.

@@ -148,8 +148,7 @@ constexpr int kFmaOut = sizeof(T) == 8 ? 64 : 128;
 template <class T>
 void launch_attention_fma_fwd(const AttentionParams& p, void* memory, Stream stream) {
   Scratch scratch(memory);
-  RowTable table = take_row_table(p, &scratch);
-  table.not_finite = nullptr;
+  const RowTable table = take_row_table(p, &scratch, false);
   fill_row_table(p, table, stream);
   if constexpr (sizeof(T) > 2) {
     if (p.head_dim_v <= kFmaOut<T> / 2) return launch_fma_fwd<T, kFmaOut<T> / 2>(p, table, stream);

@@ -33,8 +33,7 @@ struct FmaBackwardScratch {
     const auto take = [&](bool wanted, int64_t count) -> void* {
       return wanted ? scratch->take<char>(heads * count * (p.dtype == DType::kFloat64 ? 8 : 4)) : nullptr;
     };
-    table = take_row_table(p, scratch);
-    table.not_finite = nullptr;
+    table = take_row_table(p, scratch, false);
     shift = take(true, p.seqlen_q), lse = take(true, p.seqlen_q), delta = take(true, p.seqlen_q);
     sink_sums = take(params.grad_sinks, p.seqlen_q);
     row_sums = take(bias == BiasGradient::kRows, p.seqlen_q);

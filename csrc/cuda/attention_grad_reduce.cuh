@@ -2,7 +2,7 @@
 // Sums of partial gradients, always in the same order: over the blocks that made them, and over what a bias is broadcast along.
 
 #include "../core/view.h"
-#include "address.cuh"
+#include "row_table.cuh"
 
 namespace tiled_attention {
 namespace cuda {
@@ -96,18 +96,16 @@ __global__ void __launch_bounds__(kReduceThreads) sum_bias_rows_kernel(const __g
 
 }  // namespace
 
-inline unsigned reduce_blocks(int64_t items, int64_t per_block) { return unsigned((items + per_block - 1) / per_block); }
-
 template <class Real>
 void fill_zero(Real* to, int64_t count, void* stream) {
-  SIMT_LAUNCH(fill_zero_kernel<Real>, reduce_blocks(count, kReduceThreads), kReduceThreads, 0, stream, to, count);
+  SIMT_LAUNCH(fill_zero_kernel<Real>, blocks_of(count, kReduceThreads), kReduceThreads, 0, stream, to, count);
 }
 
 // out [count] from parts [outer][count][inner].
 template <class Real>
 void sum_parts(Real* out, const Real* parts, int64_t outer, int64_t count, int64_t inner, void* stream) {
-  if (inner == 1) SIMT_LAUNCH(sum_slices_kernel<Real>, reduce_blocks(count, kReduceThreads), kReduceThreads, 0, stream, out, parts, outer, count);
-  else SIMT_LAUNCH(sum_parts_kernel<Real>, reduce_blocks(count, kReduceThreads / 32), kReduceThreads, 0, stream, out, parts, outer, count, inner);
+  if (inner == 1) SIMT_LAUNCH(sum_slices_kernel<Real>, blocks_of(count, kReduceThreads), kReduceThreads, 0, stream, out, parts, outer, count);
+  else SIMT_LAUNCH(sum_parts_kernel<Real>, blocks_of(count, kReduceThreads / 32), kReduceThreads, 0, stream, out, parts, outer, count, inner);
 }
 
 // The gradient of a bias without columns from what each row, or each part of `length` parts of a head, adds to it.
@@ -115,7 +113,7 @@ template <class Real>
 void sum_bias_rows(const AttentionParams& p, const TensorView& bias, const Real* values, int64_t length, void* stream) {
   const BiasSlices slices(p, bias);
   const int64_t elements = slices.kept * (bias.row_stride != 0 ? length : 1);
-  SIMT_LAUNCH(sum_bias_rows_kernel<Real>, reduce_blocks(elements, kReduceThreads / 32), kReduceThreads, 0, stream, p, bias, slices, values, length);
+  SIMT_LAUNCH(sum_bias_rows_kernel<Real>, blocks_of(elements, kReduceThreads / 32), kReduceThreads, 0, stream, p, bias, slices, values, length);
 }
 
 }  // namespace cuda

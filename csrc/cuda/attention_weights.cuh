@@ -15,8 +15,7 @@ struct WeightsScratch {
   WeightsScratch(const AttentionWeightsParams& params, Scratch* scratch) {
     const AttentionParams& p = params.forward;
     const int64_t bytes = p.batch * p.num_heads * params.num_rows * (p.dtype == DType::kFloat64 ? 8 : 4);
-    table = take_row_table(p, scratch);
-    table.not_finite = nullptr;
+    table = take_row_table(p, scratch, false);
     shift = scratch->take<char>(bytes);
     lse = scratch->take<char>(bytes);
   }

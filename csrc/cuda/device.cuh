@@ -38,15 +38,14 @@ SIMT_DEVICE uint32_t smem_u32(const void* p) { return (uint32_t)__cvta_generic_t
 
 // Four 8 x 8 matrices of 16-bit elements, lane = 4 g + t: lane i gives the address of row i % 8 of matrix i / 8; r[j] receives, of matrix j,
 // row g, columns 2 t + {0, 1}, or with _trans rows 2 t + {0, 1}, column g.
-SIMT_DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* p) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];\n" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(smem_u32(p)) : "memory");
+SIMT_DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];\n" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
-SIMT_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], const void* p) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];\n"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(smem_u32(p))
-               : "memory");
+SIMT_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];\n" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
 }
+SIMT_DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* p) { ldmatrix_x4(r, smem_u32(p)); }
+SIMT_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], const void* p) { ldmatrix_x4_trans(r, smem_u32(p)); }
 
 // d += A B for A of 16 x 16, B of 16 x 8. a[j]: row g + 8 (j % 2), columns 2 t + 8 (j / 2) + {0, 1}; b0, b1: rows 2 t + {0, 1} and 2 t + {8, 9}, column g;
 // d[i]: row g + 8 (i / 2), column 2 t + i % 2.

@@ -86,7 +86,8 @@ inline bool hides_nothing(const AttentionParams& p) {
          m.window_left == kUnbounded && m.window_right == kUnbounded && m.limit_left == kUnbounded && m.limit_right == kUnbounded;
 }
 
-inline RowTable take_row_table(const AttentionParams& p, Scratch* scratch) {
+// `flags`: whether not_finite is wanted; without tensor cores hidden pairs are left out one by one.
+inline RowTable take_row_table(const AttentionParams& p, Scratch* scratch, bool flags = true) {
   RowTable table;
   table.items = p.mask.key_lengths || p.mask.query_offsets ? p.batch : 1;
   table.seqlen_q = p.seqlen_q;
@@ -95,7 +96,7 @@ inline RowTable take_row_table(const AttentionParams& p, Scratch* scratch) {
   table.rows = scratch->take<RowEntry>(table.items * table.seqlen_q);
   table.bounds = scratch->take<RowBounds>(table.items * table.groups);
   table.num_not_finite = scratch->take<int>(1);
-  table.not_finite = hides_nothing(p) ? nullptr : scratch->take<uint8_t>(p.batch * p.num_heads_kv * table.flag_tiles);
+  table.not_finite = !flags || hides_nothing(p) ? nullptr : scratch->take<uint8_t>(p.batch * p.num_heads_kv * table.flag_tiles);
   return table;
 }
 

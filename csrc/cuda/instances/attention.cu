@@ -16,11 +16,9 @@ bool uses_mma(const AttentionParams& p) {
   return (p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16) && p.head_dim <= kMaxMmaDim && p.head_dim_v <= kMaxMmaDim;
 }
 
-bool has_features(const AttentionParams& p) { return p.bias.data || p.bool_mask.data || p.softcap != 0 || p.alibi_slopes || p.dropout.p > 0 || !(p.scale > 0); }
-
 template <class T, int D>
 void launch(const AttentionParams& p, const RowTable& table, Stream stream) {
-  if (has_features(p)) launch_attention_fwd<T, D, true>(p, table, stream);
+  if (needs_features(p)) launch_attention_fwd<T, D, true>(p, table, stream);
   else launch_attention_fwd<T, D, false>(p, table, stream);
 }
 

@@ -20,7 +20,7 @@ int64_t columns(const AttentionParams& p) { return max_of(tiles(max_of(p.head_di
 
 size_t attention_fwd_fma_scratch(const AttentionParams& p) {
   Scratch scratch(nullptr);
-  take_row_table(p, &scratch);
+  take_row_table(p, &scratch, false);
   return scratch.used;
 }
 
