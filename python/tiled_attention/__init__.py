@@ -9,6 +9,9 @@ from .linear_module import LinearAttention
 from .masks import Causal, Chunked, Documents, KeyLengths, Mask, PrefixLM, Sinks, SlidingWindow
 from .multihead_attention import MultiheadAttention
 from .override import override_sdpa
+from .positions import LearnedEmbedding, SinusoidalEmbedding, alibi_slopes
+from .relative_bias import RelativeBias
+from .rotary import RotaryEmbedding, RotaryScaling
 from .sdpa import scaled_dot_product_attention
 from .weights import attention_weights
 
@@ -18,13 +21,19 @@ __all__ = [
     "Documents",
     "FavorFeatures",
     "KeyLengths",
+    "LearnedEmbedding",
     "LinearAttention",
     "LinearState",
     "Mask",
     "MultiheadAttention",
     "PrefixLM",
+    "RelativeBias",
+    "RotaryEmbedding",
+    "RotaryScaling",
     "Sinks",
+    "SinusoidalEmbedding",
     "SlidingWindow",
+    "alibi_slopes",
     "attention",
     "attention_weights",
     "convert",

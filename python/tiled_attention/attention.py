@@ -12,6 +12,7 @@ from torch import Tensor
 from .call import below_autograd, check_dropout_p, check_float, default_scale, forward, prepare, run_forward, runs_plain
 from .library import ops
 from .masks import Mask
+from .rotary import RotaryEmbedding
 from .seeds import draw_seed
 from .weights import attention_with_weights  # noqa: F401  (for MultiheadAttention)
 
@@ -28,6 +29,7 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    rotary: RotaryEmbedding | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
     query_offset: int | Sequence[int] | Tensor | None = None,
@@ -47,6 +49,7 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    rotary: RotaryEmbedding | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
     query_offset: int | Sequence[int] | Tensor | None = None,
@@ -65,6 +68,7 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    rotary: RotaryEmbedding | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
     query_offset: int | Sequence[int] | Tensor | None = None,
@@ -96,12 +100,13 @@ def attention(
         softcap: > 0; None: no capping (Gemma 2, 2024).
         alibi_slopes: (num_heads,) (Press et al., 2022, section 3); query_offset moves p here too.
         sinks: (num_heads,) logits of a key without value (gpt-oss, 2025); -inf: none.
+        rotary: turns query (at p) and key (at j) before their product; see `RotaryEmbedding`. None: no turning.
         dropout_p: probability in [0, 1] that a weight is zeroed; the kept ones are scaled by 1 / (1 - dropout_p), both with dropout_p
             rounded to 2 ** -16. The random numbers are Philox4x32-10, counted by (batch, head, query, key): see `dropout_mask`.
         generator: draws the dropout seed; None: torch's, which torch.manual_seed sets. An explicit generator is not replayed by
             torch.utils.checkpoint, and does not compile.
         query_offset: where query row 0 stands, in place of seqlen_kv - seqlen_q: a number, or one per batch item (a list, or an integer
-            tensor that broadcasts to the leading dimensions). Moves masks and ALiBi.
+            tensor that broadcasts to the leading dimensions). Moves masks, ALiBi and rotary.
         return_lse: also return lse.
 
     Returns:
@@ -122,6 +127,7 @@ def attention(
         and softcap is None
         and alibi_slopes is None
         and sinks is None
+        and rotary is None
         and query_offset is None
         and dropout_p == 0.0
         and isinstance(query, Tensor)
@@ -137,7 +143,7 @@ def attention(
         with below_autograd():
             out, lse, _ = run_forward(query, key, value, None, None, None, None, None, None, None, None, scale, 0.0, 0.0, (), (), False)
     else:
-        args = prepare(query, key, value, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset)
+        args = prepare(query, key, value, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset, rotary)
         out, lse = forward(args)
     return (out, lse) if return_lse else out
 

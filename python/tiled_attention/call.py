@@ -15,6 +15,7 @@ from .arguments import Arguments, real_dtype
 from .autograd import record_attention
 from .library import ops
 from .masks import Mask, lower
+from .rotary import RotaryEmbedding
 from .seeds import draw_seed
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -72,6 +73,7 @@ def prepare(
     dropout_p: float,
     generator: torch.Generator | None,
     query_offset: int | Sequence[int] | Tensor | None,
+    rotary: RotaryEmbedding | None = None,
 ) -> Arguments:
     """The operator's arguments, with everything checked that the operator does not check; draws the seed of dropout."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -118,6 +120,8 @@ def prepare(
         query_offset=query_offset,
         device=query.device,
     )
+    if rotary is not None:
+        query, key = _turn(rotary, query, key, query_offset)
     seed = None
     if dropout_p > 0:
         seed = draw_seed(query, key, value, generator)
@@ -176,6 +180,14 @@ def _per_head(name: str, tensor: Any, query: Tensor, real: torch.dtype) -> Tenso
     if tensor.dim() != 1 or tensor.shape[0] != query.shape[-3]:
         raise ValueError(f"{name} must have shape ({query.shape[-3]},), one per query head, got {tuple(tensor.shape)}")
     return tensor.to(real).contiguous()
+
+
+def _turn(rotary: Any, query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> tuple[Tensor, Tensor]:
+    if not isinstance(rotary, RotaryEmbedding):
+        raise TypeError(f"rotary must be a RotaryEmbedding, got {type(rotary).__name__}")
+    rotary.check("query", query)
+    rotary.check("key", key)
+    return rotary.turn_both(query, key, *rotary.default_positions(query, key, query_offset))
 
 
 def _offsets(query_offset: Any, query: Tensor) -> int | Tensor:

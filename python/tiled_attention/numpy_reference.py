@@ -100,6 +100,39 @@ def multi_head_attention(
     return merged @ np.asarray(out_proj_weight, dtype=np.float64).T + (0.0 if out_proj_bias is None else np.asarray(out_proj_bias)), weights
 
 
+def sinusoidal_embedding(positions: ArrayLike, dim: int, base: float = 10000.0) -> NDArray[np.float64]:
+    """(..., dim): sin(position / base ** (2 i / dim)) at 2 i, the cosine at 2 i + 1 (Vaswani et al., 2017, section 3.5)."""
+    columns = np.arange(dim)
+    angles = np.asarray(positions, dtype=np.float64)[..., None] / base ** ((columns - columns % 2) / dim)
+    return np.where(columns % 2 == 0, np.sin(angles), np.cos(angles))
+
+
+def rotary_embedding(x: ArrayLike, positions: ArrayLike, base: float = 10000.0, interleaved: bool = False) -> NDArray[np.float64]:
+    """Row t of x (..., seqlen, head_dim) by a matrix of 2 x 2 rotations by positions[t] * base ** (-2 i / head_dim) (Su et al., 2021,
+    equation 15). Pair i is (i, i + head_dim / 2), or (2 i, 2 i + 1) if interleaved."""
+    x = np.asarray(x, dtype=np.float64)
+    half = x.shape[-1] // 2
+    out = np.empty_like(x)
+    for t, position in enumerate(np.asarray(positions)):
+        for i in range(half):
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+            angle = position * base ** (-i / half)
+            rotation = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+            out[..., t, [a, b]] = x[..., t, [a, b]] @ rotation.T
+    return out
+
+
+def alibi_slopes(num_heads: int) -> NDArray[np.float64]:
+    """The slopes of ALiBi (Press et al., 2022): 2 ** (-8 / m), its square, ...; the next power of two below m fills up with every other
+    slope of the next above."""
+
+    def geometric(m: int) -> list[float]:
+        return [(2.0 ** (-8.0 / m)) ** h for h in range(1, m + 1)]
+
+    m = 2 ** int(np.log2(num_heads))
+    return np.array(geometric(m) + geometric(2 * m)[::2][: num_heads - m])
+
+
 FEATURE_MAPS: dict[str, Callable[[Any], Any]] = {
     "identity": lambda x: x,
     "elu": lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),

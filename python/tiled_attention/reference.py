@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .masks import Mask
+from .reference_positions import relative_bias, relative_bucket, rotary_embedding, sinusoidal_embedding  # noqa: F401
 
 _INF = float("inf")
 

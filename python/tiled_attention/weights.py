@@ -13,6 +13,7 @@ from .autograd import AttentionWeights
 from .call import forward, needs_derivatives, prepare
 from .library import ops
 from .masks import Mask
+from .rotary import RotaryEmbedding
 
 
 def attention_weights(
@@ -26,6 +27,7 @@ def attention_weights(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    rotary: RotaryEmbedding | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
     query_offset: int | Sequence[int] | Tensor | None = None,
@@ -33,7 +35,7 @@ def attention_weights(
     """The probabilities that `attention` multiplies the values with, after dropout: exp(score - lse).
 
     Args:
-        query, key, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset: as in `attention`.
+        query, key, mask, bias, scale, softcap, alibi_slopes, sinks, rotary, dropout_p, generator, query_offset: as in `attention`.
         rows: int64 (num_rows,), indices in [0, seqlen_q) of the query rows that are wanted, in any order; None: all. Nothing is computed
             or stored for the other rows beyond their lse.
 
@@ -46,7 +48,7 @@ def attention_weights(
     Raises:
         ValueError, TypeError or RuntimeError naming the argument, what was expected and what came.
     """
-    args = prepare(query, key, None, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset)
+    args = prepare(query, key, None, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset, rotary)
     if rows is not None:
         rows = _check_rows(rows, args.query)
     without_value = args._replace(value=args.key[..., :0], dropout_seed=None, dropout_p=0.0)
@@ -67,13 +69,13 @@ def attention_with_weights(
     Returns:
         out as `attention` returns it; weights (..., num_heads, seqlen_q, seqlen_kv), or (..., seqlen_q, seqlen_kv) with `average`.
     """
-    names = ("mask", "bias", "scale", "softcap", "alibi_slopes", "sinks")
+    names = ("mask", "bias", "scale", "softcap", "alibi_slopes", "sinks", "rotary")
     values: Any = [options.pop(name, None) for name in names]
     dropout_p, generator, query_offset = options.pop("dropout_p", 0.0), options.pop("generator", None), options.pop("query_offset", None)
     if options:
         raise TypeError(f"attention_with_weights has no argument {next(iter(options))!r}")
-    mask, bias, scale, softcap, alibi_slopes, sinks = values
-    args = prepare(query, key, value, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset)
+    mask, bias, scale, softcap, alibi_slopes, sinks, rotary = values
+    args = prepare(query, key, value, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset, rotary)
     if rows is not None:
         rows = _check_rows(rows, args.query)
     out, lse = forward(args)
