@@ -4,8 +4,10 @@ from . import numpy_reference, reference
 from .attention import attention, dropout_mask, merge_attention
 from .convert import convert
 from .favor import FavorFeatures
+from .gaussian_attention import gaussian_attention
 from .linear_attention import LinearState, linear_attention, linear_attention_step
 from .linear_module import LinearAttention
+from .luong_attention import LuongAttention, luong_attention
 from .masks import Causal, Chunked, Documents, KeyLengths, Mask, PrefixLM, Sinks, SlidingWindow
 from .multihead_attention import MultiheadAttention
 from .override import override_sdpa
@@ -24,6 +26,7 @@ __all__ = [
     "LearnedEmbedding",
     "LinearAttention",
     "LinearState",
+    "LuongAttention",
     "Mask",
     "MultiheadAttention",
     "PrefixLM",
@@ -38,8 +41,10 @@ __all__ = [
     "attention_weights",
     "convert",
     "dropout_mask",
+    "gaussian_attention",
     "linear_attention",
     "linear_attention_step",
+    "luong_attention",
     "merge_attention",
     "numpy_reference",
     "override_sdpa",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -151,6 +152,11 @@ def cast_for_autocast(tensor: Any) -> Any:
         return tensor
     device = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else tensor
+
+
+def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """For products in the dtype that their inputs have."""
+    return torch.autocast(tensor.device.type, enabled=False) if autocast_active() else contextlib.nullcontext()
 
 
 def check_number(name: str, value: Any, expected: str, accepts: Callable[[float], bool]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 
 import torch
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .arguments import real_dtype
+from .call import without_autocast
 
 KINDS = ("positive", "hyperbolic", "trigonometric")
 # exp(+-64) = 6e27, 2e-28 leave a factor of 5e10 to either end of float32 for sums over keys and products with values.
@@ -150,7 +150,7 @@ class FavorFeatures(nn.Module):
             raise ValueError(f"{name}: expected shape (..., {self.head_dim}), got {tuple(x.shape)}")
         real = real_dtype(x.dtype)
         x = x.to(real)
-        with _without_autocast(x):
+        with without_autocast(x):
             projected = F.linear(x, self.projection.to(real)) * self.head_dim**-0.25
         half_square = x.square().sum(-1, keepdim=True) * (0.5 * self.head_dim**-0.5)
         if self.kind == "hyperbolic":
@@ -178,9 +178,3 @@ def _draw(num_features: int, head_dim: int, orthogonal: bool, generator: torch.G
     directions, triangles = torch.linalg.qr(gaussian(-(-num_features // head_dim), head_dim, head_dim))
     directions = directions * triangles.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]  # uniform over rotations, whatever QR's signs
     return directions.flatten(0, 1)[:num_features] * rows.norm(dim=-1, keepdim=True)
-
-
-def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    if torch._C._is_any_autocast_enabled():
-        return torch.autocast(x.device.type, enabled=False)
-    return contextlib.nullcontext()

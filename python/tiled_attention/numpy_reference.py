@@ -100,6 +100,44 @@ def multi_head_attention(
     return merged @ np.asarray(out_proj_weight, dtype=np.float64).T + (0.0 if out_proj_bias is None else np.asarray(out_proj_bias)), weights
 
 
+def gaussian_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, bandwidth: float, mask: ArrayLike | None = None
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(out, weights): values averaged with weights proportional to exp(-|query - key|^2 / (2 bandwidth^2)) (Nadaraya, 1964; Watson, 1964).
+
+    Shapes and mask as in `scaled_dot_product_attention`.
+    """
+    query, key, value = (np.asarray(x, dtype=np.float64) for x in (query, key, value))
+    scores = -((query[..., :, None, :] - key[..., None, :, :]) ** 2).sum(-1) / (2 * bandwidth**2)
+    weights = softmax_rows(scores if mask is None else np.where(np.asarray(mask), scores, -np.inf))
+    return weights @ value, weights
+
+
+def luong_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    score: str = "dot",
+    weight: Any = None,
+    mask: ArrayLike | None = None,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(out, weights) of the score "dot", "general" (W (head_dim_q, head_dim_k)) or "concat" (the pair (W, v)) of Luong et al. (2015).
+
+    Shapes and mask as in `scaled_dot_product_attention`.
+    """
+    query, key, value = (np.asarray(x, dtype=np.float64) for x in (query, key, value))
+    scores = np.empty((*query.shape[:-1], key.shape[-2]))
+    for i in range(query.shape[-2]):
+        for j in range(key.shape[-2]):
+            q, k = query[..., i, :], key[..., j, :]
+            if score == "concat":
+                scores[..., i, j] = np.tanh(np.concatenate([q, k], -1) @ np.asarray(weight[0]).T) @ np.asarray(weight[1])
+            else:
+                scores[..., i, j] = (q * (k if score == "dot" else k @ np.asarray(weight).T)).sum(-1)
+    weights = softmax_rows(scores if mask is None else np.where(np.asarray(mask), scores, -np.inf))
+    return weights @ value, weights
+
+
 def sinusoidal_embedding(positions: ArrayLike, dim: int, base: float = 10000.0) -> NDArray[np.float64]:
     """(..., dim): sin(position / base ** (2 i / dim)) at 2 i, the cosine at 2 i + 1 (Vaswani et al., 2017, section 3.5)."""
     columns = np.arange(dim)

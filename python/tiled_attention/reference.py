@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .masks import Mask
 from .reference_positions import relative_bias, relative_bucket, rotary_embedding, sinusoidal_embedding  # noqa: F401
+from .reference_scores import gaussian_attention, luong_attention  # noqa: F401
 
 _INF = float("inf")
 
