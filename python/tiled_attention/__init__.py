@@ -7,6 +7,7 @@ from .favor import FavorFeatures
 from .gaussian_attention import gaussian_attention
 from .linear_attention import LinearState, linear_attention, linear_attention_step
 from .linear_module import LinearAttention
+from .lsh_attention import lsh_attention
 from .luong_attention import LuongAttention, luong_attention
 from .masks import Causal, Chunked, Documents, KeyLengths, Mask, PrefixLM, Sinks, SlidingWindow
 from .multihead_attention import MultiheadAttention
@@ -44,6 +45,7 @@ __all__ = [
     "gaussian_attention",
     "linear_attention",
     "linear_attention_step",
+    "lsh_attention",
     "luong_attention",
     "merge_attention",
     "numpy_reference",

@@ -138,6 +138,40 @@ def luong_attention(
     return weights @ value, weights
 
 
+def lsh_attention(
+    query_key: ArrayLike,
+    value: ArrayLike,
+    rotations: list[ArrayLike],
+    bucket_size: int,
+    causal: bool = False,
+    scale: float | None = None,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(out, weights) of one head of Reformer's attention (Kitaev et al., 2020, section 2): keys are queries divided by their norm.
+
+    Args:
+        query_key: (seqlen, head_dim). value: (seqlen, head_dim_v).
+        rotations: per round (head_dim, buckets / 2): a token's hash is the largest of [x R; -x R]. Sorted by it, and then by position, the
+            tokens are cut into buckets of bucket_size; each sees its own and the one before, and itself only where it sees nothing else.
+        scale: None: head_dim ** -0.5.
+    """
+    query_key, value = np.asarray(query_key, dtype=np.float64), np.asarray(value, dtype=np.float64)
+    seqlen, head_dim = query_key.shape
+    seen: list[set[int]] = [set() for _ in range(seqlen)]
+    for rotation in rotations:
+        rotated = query_key @ np.asarray(rotation)
+        order = np.argsort(np.concatenate([rotated, -rotated], -1).argmax(-1), kind="stable")
+        buckets = order.reshape(-1, bucket_size)
+        for at, bucket in enumerate(buckets):
+            near = {*bucket.tolist(), *(buckets[at - 1].tolist() if at else [])}
+            for i in bucket:
+                seen[i] |= {j for j in near if j < i or (j > i and not causal)}
+    mask = np.zeros((seqlen, seqlen), dtype=bool)
+    for i, keys in enumerate(seen):
+        mask[i, list(keys) or [i]] = True
+    key = query_key / np.linalg.norm(query_key, axis=-1, keepdims=True)
+    return scaled_dot_product_attention(query_key, key, value, mask, scale=scale)
+
+
 def sinusoidal_embedding(positions: ArrayLike, dim: int, base: float = 10000.0) -> NDArray[np.float64]:
     """(..., dim): sin(position / base ** (2 i / dim)) at 2 i, the cosine at 2 i + 1 (Vaswani et al., 2017, section 3.5)."""
     columns = np.arange(dim)
