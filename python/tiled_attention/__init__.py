@@ -3,6 +3,7 @@
 from . import numpy_reference, reference
 from .attention import attention, dropout_mask, merge_attention
 from .convert import convert
+from .counts import flops, memory, parameter_count
 from .favor import FavorFeatures
 from .gaussian_attention import gaussian_attention
 from .linear_attention import LinearState, linear_attention, linear_attention_step
@@ -42,14 +43,17 @@ __all__ = [
     "attention_weights",
     "convert",
     "dropout_mask",
+    "flops",
     "gaussian_attention",
     "linear_attention",
     "linear_attention_step",
     "lsh_attention",
     "luong_attention",
+    "memory",
     "merge_attention",
     "numpy_reference",
     "override_sdpa",
+    "parameter_count",
     "reference",
     "scaled_dot_product_attention",
 ]

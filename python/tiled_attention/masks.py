@@ -327,6 +327,30 @@ def lower(
     return Lowered(intervals, lengths, _merge_documents(plan, seqlen_kv, device), offsets, visible)
 
 
+def visible_pairs(mask: Mask | Tensor, seqlen_q: int, seqlen_kv: int, query_offset: int | Tensor | None = None) -> Tensor:
+    """How many pairs of a query and a key a mask shows: int64 (..., 1, 1), with the leading dimensions of the mask.
+
+    A mask without bool tensors is looked at a block of rows at a time.
+    """
+    if isinstance(mask, Tensor):
+        shape = (*mask.shape[:-2], seqlen_q, seqlen_kv)
+        check_broadcasts("mask", mask, shape)
+        return mask.expand(shape).sum((-2, -1), keepdim=True)
+    grid = _make_grid(seqlen_q, seqlen_kv, query_offset, _device_of(mask), None)
+    rows = seqlen_q if _holds_bool(mask) else max(_PAIRS_AT_ONCE // max(seqlen_kv, 1), 1)
+    total: Any = 0
+    for first in range(0, seqlen_q, max(rows, 1)):
+        part = slice(first, first + rows)
+        block = mask._visible(grid._replace(rows=grid.rows[part], positions=grid.positions[..., part, :].contiguous()))
+        size = min(rows, seqlen_q - first)
+        total = total + block.expand(*block.shape[:-2], size, seqlen_kv).sum((-2, -1), keepdim=True)
+    return total if isinstance(total, Tensor) else torch.zeros(1, 1, dtype=torch.int64)
+
+
+def _holds_bool(mask: Mask | Tensor) -> bool:
+    return isinstance(mask, Tensor) or (isinstance(mask, (And, Or)) and (_holds_bool(mask.left) or _holds_bool(mask.right)))
+
+
 def _merge_documents(plan: Plan, seqlen_kv: int, device: torch.device | None) -> Tensor | None:
     """Boundaries of the intersection of all documents and chunks, (num_documents + 1,); some of these documents may be empty."""
     parts = []
@@ -397,6 +421,7 @@ def _name_of(operand: Mask | Tensor) -> str:
     return f"tensor(shape={tuple(operand.shape)}, dtype={operand.dtype})" if isinstance(operand, Tensor) else repr(operand)
 
 
+_PAIRS_AT_ONCE = 1 << 24
 _EVERY_KEY = Plan([])
 _EVERYTHING = Lowered([])
 
