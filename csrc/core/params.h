@@ -108,6 +108,19 @@ struct LinearAttentionParams {
   void *final_kv = nullptr, *final_k_sum = nullptr;  // may be null in backward
 };
 
+// Rotary positions: the pairs (a, b) of a row's first `rotary_dim` columns become (a cos - b sin, b cos + a sin); the other columns are
+// copied. Pair k is columns k and k + rotary_dim / 2, or 2 k and 2 k + 1 where interleaved.
+struct RotateParams {
+  DType dtype = DType::kFloat32;
+  bool interleaved = false;
+  bool transposed = false;  // by -sin: what carries gradients back
+  int num_batch_dims = 0;
+  int64_t batch_sizes[kMaxBatchDims] = {};
+  int64_t batch = 1, num_heads = 0, seqlen = 0, head_dim = 0, rotary_dim = 0;
+  TensorView rows, out;  // dtype, (batch..., num_heads, seqlen, head_dim)
+  TensorView table;      // Real, adjacent columns: rotary_dim / 2 of cos, then as many of sin; may broadcast along all but them
+};
+
 struct LinearAttentionBackwardParams {
   LinearAttentionParams forward;  // out and the final state are not read
   TensorView grad_out;            // dtype
