@@ -84,7 +84,7 @@ def test_derivatives() -> None:
     for shape, interleaved in product(((2, 2, 3, 6), (2, 3, 7)), (False, True)):
         rows, table = make(shape, 4, torch.float64)
         rows.requires_grad_()
-        call = lambda x, table=table, interleaved=interleaved: rotate(x, table, interleaved)  # noqa: E731
+        call = lambda x, table=table, interleaved=interleaved: rotate(x, table, interleaved)
         torch.autograd.gradcheck(call, rows, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
         torch.autograd.gradgradcheck(call, rows, check_fwd_over_rev=True)
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import batching
 from .arguments import real_dtype
 from .compiled import library, needs_gradient, redispatch, refuse_forward_mode, register_vmap
 from .fake import check_broadcasts, check_dtype
