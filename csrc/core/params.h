@@ -59,7 +59,7 @@ struct AttentionParams {
   DropoutParams dropout;
   TensorView query, key, value;
   TensorView bool_mask;        // bytes, 0 = masked; broadcast dimensions have stride 0; may be absent
-  TensorView bias;             // Real, kBFloat16 or kFloat16; may be absent
+  TensorView bias;             // Real, kBFloat16 or kFloat16; may be absent. By distance (is_by_distance): data is where i = j = 0 lies
   const void* alibi_slopes = nullptr;  // Real [num_heads], may be null
   const void* sinks = nullptr;         // Real [num_heads], may be null
   TensorView out;              // dtype
@@ -72,7 +72,7 @@ struct AttentionBackwardParams {
   TensorView grad_out;              // dtype
   const void* grad_lse = nullptr;   // Real, laid out like lse; may be null
   TensorView grad_query, grad_key, grad_value;  // dtype; absent ones are not computed
-  TensorView grad_bias;             // Real, contiguous, summed over what it broadcasts along (strides 0); may be absent
+  TensorView grad_bias;             // Real, contiguous, summed over what it broadcasts along (strides 0) or is the same at; may be absent
   void *grad_alibi_slopes = nullptr, *grad_sinks = nullptr;  // Real [num_heads], may be null
 };
 
