@@ -145,17 +145,67 @@ def test_relative_bias_has_a_row_per_offset():
     assert bias(0, 6).shape == bias(4, 0).shape == bias(0, 0).shape == (2, 0) and bias(1, 1).shape == (2, 1)
 
 
+OFFSETS = {"default": None, "number": 3, "list": [0, 7], "tensor": torch.tensor([-2, 4])}
+
+
+@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize("bidirectional", (True, False))
+def test_attention_reads_the_row(bidirectional, offset, isa):
+    bias = ta.RelativeBias(4, 6, num_buckets=8, bidirectional=bidirectional, dtype=F64)
+    query, key, value = randn(2, 4, 5, 8), randn(2, 2, 11, 8), randn(2, 2, 11, 3)
+    given = OFFSETS[offset]
+    options = dict(mask=ta.Causal(), query_offset=given)
+    row = bias(5, 11, query_offset=torch.tensor(given) if isinstance(given, list) else given)
+    dense = ta.reference.relative_bias(row, 5, 11)
+    out = ta.attention(query, key, value, bias=bias, **options)
+    torch.testing.assert_close(out, ta.attention(query, key, value, bias=dense, **options), rtol=1e-12, atol=1e-12)
+    weights = ta.attention_weights(query, key, bias=bias, **options)
+    torch.testing.assert_close(weights, ta.attention_weights(query, key, bias=dense, **options), rtol=1e-12, atol=1e-12)
+    (gradient,) = torch.autograd.grad(out.square().sum(), bias.weight)
+    again = ta.attention(query, key, value, bias=dense, **options).square().sum()
+    torch.testing.assert_close(gradient, torch.autograd.grad(again, bias.weight)[0], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_kv", [(0, 5), (5, 0), (0, 0), (1, 1), (1, 6), (6, 1)])
+def test_relative_bias_of_empty_and_single_rows(seqlen_q, seqlen_kv):
+    bias = ta.RelativeBias(2, 6, num_buckets=8)
+    query, key = torch.randn(1, 2, seqlen_q, 4), torch.randn(1, 2, seqlen_kv, 4)
+    out = ta.attention(query, key, key, bias=bias)
+    out.sum().backward()
+    row = bias(seqlen_q, seqlen_kv)
+    dense = ta.reference.relative_bias(row, seqlen_q, seqlen_kv) if row.shape[-1] else None
+    torch.testing.assert_close(out, ta.attention(query, key, key, bias=dense))
+
+
 def test_relative_bias_has_exact_derivatives_in_attention():
     bias = ta.RelativeBias(2, 6, num_buckets=8, dtype=F64)
-    query, key, value = randn(1, 2, 5, 4), randn(1, 2, 7, 4), randn(1, 2, 7, 4)
+    query, key, value = (x.requires_grad_() for x in (randn(1, 2, 4, 3), randn(1, 2, 5, 3), randn(1, 2, 5, 3)))
 
-    def run(weight: Tensor) -> Tensor:
-        row = functional_call(bias, {"weight": weight}, (5, 7))
-        return ta.attention(query, key, value, bias=ta.reference.relative_bias(row, 5, 7))
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = bias
 
-    assert gradcheck(run, (bias.weight,))
-    expected = ta.reference.attention(query, key, value, bias=ta.reference.relative_bias(bias(5, 7), 5, 7))
-    torch.testing.assert_close(run(bias.weight), expected)
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return ta.attention(query, key, value, bias=self.bias)
+
+    model = Model()
+
+    def run(weight: Tensor, *tensors: Tensor) -> Tensor:
+        return functional_call(model, {"bias.weight": weight}, tensors)
+
+    assert gradcheck(run, (bias.weight, query, key, value), check_forward_ad=True)
+    dense = ta.reference.relative_bias(bias(4, 5), 4, 5)
+    torch.testing.assert_close(model(query, key, value), ta.reference.attention(query, key, value, bias=dense))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    results = [torch.autograd.grad(function(query, key, value).square().sum(), bias.weight)[0] for function in (compiled, model)]
+    torch.testing.assert_close(*results)
+
+
+def test_relative_bias_of_other_heads_is_refused():
+    query = torch.zeros(1, 3, 4, 8)
+    with pytest.raises(ValueError, match="bias.*3.*RelativeBias of 2"):
+        ta.attention(query, query, query, bias=ta.RelativeBias(2))
 
 
 # What positions are for
@@ -187,7 +237,7 @@ WITH_POSITIONS = {
     "learned": lambda x: self_attention(x + 50 * ta.LearnedEmbedding(37, 8, dtype=F64)(torch.arange(37))),
     "rotary": lambda x: self_attention(x, rotary=ta.RotaryEmbedding(8)),
     "alibi": lambda x: self_attention(x, alibi_slopes=ta.alibi_slopes(2)),
-    "relative": lambda x: self_attention(x, bias=50 * ta.reference.relative_bias(ta.RelativeBias(2, dtype=F64)(37, 37), 37, 37)),
+    "relative": lambda x: self_attention(x, bias=50 * ta.RelativeBias(2, dtype=F64)(37, 37)[:, None]),
     "causal": lambda x: self_attention(x, mask=ta.Causal()),
 }
 

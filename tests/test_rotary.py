@@ -105,6 +105,22 @@ def test_empty_sizes(interleaved):
         assert rotary(x, x)[0].shape == x.shape
 
 
+@PAIRINGS
+def test_only_the_first_features_turn(interleaved):
+    query, key = randn(2, 4, 5, 10), randn(2, 2, 9, 10)
+    whole = ta.RotaryEmbedding(6, interleaved=interleaved)
+    for rotary in (
+        ta.RotaryEmbedding(10, interleaved=interleaved, rotary_dim=6),
+        ta.RotaryEmbedding(10, interleaved=interleaved, scaling={"rope_type": "default", "partial_rotary_factor": 0.6}),
+    ):
+        expected = whole(query[..., :6].contiguous(), key[..., :6].contiguous())
+        for x, ours, first in zip((query, key), rotary(query, key), expected):
+            torch.testing.assert_close(ours, torch.cat([first, x[..., 6:]], -1))
+    static = {"rope_type": "ntk", "factor": 3.0, "partial_rotary_factor": 0.5}
+    partial = ta.RotaryEmbedding(8, scaling=static).tables(torch.arange(9))
+    torch.testing.assert_close(partial, ta.RotaryEmbedding(4, scaling={"rope_type": "ntk", "factor": 3.0}).tables(torch.arange(9)))
+
+
 def test_nothing_is_lost_with_the_module():
     rotary = ta.RotaryEmbedding(8, scaling=SCALINGS["yarn"])
     x = randn(1, 1, 3, 8)
@@ -263,7 +279,7 @@ def test_transforms():
     assert torch.equal(functional_call(rotary, {}, (tensors[0], tensors[1]))[0], rotary(tensors[0], tensors[1])[0])
 
 
-@pytest.mark.parametrize("scaling, interleaved", [(None, False), ("dynamic", True), ("yarn", False)])
+@pytest.mark.parametrize("scaling, interleaved", [(None, False), ("dynamic", True)])
 def test_compiled_calls_are_one_graph(scaling, interleaved):
     torch._dynamo.reset()
     rotary = ta.RotaryEmbedding(8, interleaved=interleaved, scaling=SCALINGS.get(scaling))
@@ -316,7 +332,11 @@ X = torch.zeros(1, 2, 3, 8)
         (lambda: ta.RotaryEmbedding(8, scaling=2.0), "scaling"),
         (lambda: ta.RotaryEmbedding(8, scaling={"rope_type": "llama3", "factor": 2.0}), "rope_type.*llama3"),
         (lambda: ta.RotaryEmbedding(8, scaling={"rope_type": "linear"}), "factor"),
-        (lambda: ta.RotaryEmbedding(8, scaling={"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}), "partial_rotary"),
+        (lambda: ta.RotaryEmbedding(8, scaling={"rope_type": "linear", "factor": 2.0, "low_freq_factor": 0.5}), "low_freq_factor"),
+        (lambda: ta.RotaryEmbedding(8, scaling={"partial_rotary_factor": 0.4}), "rotary_dim must be even.*3"),
+        (lambda: ta.RotaryEmbedding(8, rotary_dim=10), "rotary_dim.*8.*10"),
+        (lambda: ta.RotaryEmbedding(8, rotary_dim=3), "rotary_dim must be even"),
+        (lambda: ta.RotaryEmbedding(8, rotary_dim=0), "rotary_dim"),
         (lambda: ta.RotaryEmbedding(8, scaling={"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}), "base.*500"),
         (lambda: ta.RotaryScaling("cubic", 2.0), "kind"),
         (lambda: ta.RotaryScaling("linear", 0.5), "factor"),

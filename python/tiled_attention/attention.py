@@ -12,6 +12,7 @@ from torch import Tensor
 from .call import below_autograd, check_dropout_p, check_float, default_scale, forward, prepare, run_forward, runs_plain
 from .library import ops
 from .masks import Mask
+from .relative_bias import RelativeBias
 from .rotary import RotaryEmbedding
 from .seeds import draw_seed
 from .weights import attention_with_weights  # noqa: F401  (for MultiheadAttention)
@@ -24,7 +25,7 @@ def attention(
     value: Tensor,
     *,
     mask: Mask | Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | RelativeBias | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
@@ -44,7 +45,7 @@ def attention(
     value: Tensor,
     *,
     mask: Mask | Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | RelativeBias | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
@@ -63,7 +64,7 @@ def attention(
     value: Tensor,
     *,
     mask: Mask | Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | RelativeBias | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
@@ -96,7 +97,8 @@ def attention(
         mask: a mask of `tiled_attention` (aligned to the bottom right, unless it says otherwise), or a bool tensor that broadcasts to
             (..., num_heads, seqlen_q, seqlen_kv), True = attend. None: every key is seen. Integer and float tensors are refused.
         bias: float tensor that broadcasts to (..., num_heads, seqlen_q, seqlen_kv), added to the scores; -inf hides. Never expanded. Or
-            relative positions, (..., num_heads or 1, 1, seqlen_q + seqlen_kv - 1): element t is added where j - i = t - (seqlen_q - 1).
+            relative positions, (..., num_heads or 1, 1, seqlen_q + seqlen_kv - 1): element t is added where j - i = t - (seqlen_q - 1). Or
+            a `RelativeBias`.
         scale: multiplies query . key; None: head_dim ** -0.5. Finite.
         softcap: > 0; None: no capping (Gemma 2, 2024).
         alibi_slopes: (num_heads,) (Press et al., 2022, section 3); query_offset moves p here too.

@@ -16,6 +16,7 @@ from .arguments import Arguments, real_dtype
 from .autograd import record_attention
 from .library import ops
 from .masks import Mask, lower
+from .relative_bias import RelativeBias
 from .rotary import RotaryEmbedding
 from .seeds import draw_seed
 
@@ -66,7 +67,7 @@ def prepare(
     key: Tensor,
     value: Tensor | None,
     mask: Mask | Tensor | None,
-    bias: Tensor | None,
+    bias: Tensor | RelativeBias | None,
     scale: float | None,
     softcap: float | None,
     alibi_slopes: Tensor | None,
@@ -97,7 +98,11 @@ def prepare(
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
 
+    if query_offset is not None:
+        query_offset = _offsets(query_offset, query)
     real = real_dtype(query.dtype)
+    if isinstance(bias, RelativeBias):
+        bias = bias.for_call(query, key, query_offset)
     if bias is not None:
         bias = check_float("bias", bias, " (a bool tensor is passed as mask=)")
         if bias.dtype not in (real, torch.bfloat16, torch.float16):
@@ -110,8 +115,6 @@ def prepare(
         raise TypeError(
             f"mask must be a bool tensor (True = attend) or a mask, got {mask.dtype}: pass what is added to the scores as bias="
         )
-    if query_offset is not None:
-        query_offset = _offsets(query_offset, query)
     lowered = lower(
         mask,
         batch_shape=query.shape[:-3],

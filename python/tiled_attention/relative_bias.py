@@ -25,6 +25,8 @@ class RelativeBias(nn.Module):
     al., "Self-Attention with Relative Position Representations", 2018, section 3.2). weight is (2 * max_distance + 1, num_heads), from
     -max_distance on; not bidirectional: (max_distance + 1, num_heads), from distance 0 back.
 
+    `attention(..., bias=RelativeBias(...))` reads the row inside the kernel: no matrix of seqlen_q x seqlen_kv exists, forward or backward.
+
     Args:
         num_heads: of the query.
         max_distance: see above. Default 128.
@@ -87,6 +89,14 @@ class RelativeBias(nn.Module):
         else:
             distances = distances - number("query_offset", query_offset, -UNBOUNDED + 1)
         return F.embedding(self.index(distances), self.weight).movedim(-1, -2)
+
+    def for_call(self, query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> Tensor:
+        """The row as `attention` takes a bias by distance: (..., num_heads, 1, seqlen_q + seqlen_kv - 1)."""
+        if query.shape[-3] != self.num_heads:
+            raise ValueError(f"bias must have a value per query head ({query.shape[-3]}), got RelativeBias of {self.num_heads}")
+        if query.shape[-2] == 0 or key.shape[-2] == 0:
+            return self.weight[0, :1].expand(key.shape[-2])  # of no pair
+        return self(query.shape[-2], key.shape[-2], query_offset=query_offset)[..., None, :]
 
     def index(self, distances: Tensor) -> Tensor:
         """The rows of `weight` that hold the values of distances j - p, an integer tensor of any shape."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .arguments import real_dtype
 from .mask_checks import number
 from .positions import angles_of, check_base, check_positions, inverse_frequencies
+from .rotate import rotate
 
 KINDS = ("linear", "ntk", "dynamic", "yarn")
 # Of the configurations of transformers: their names for `kind`, and the fields under the names that they have there.
@@ -20,15 +21,15 @@ _ROPE_TYPES = {"linear": "linear", "ntk": "ntk", "dynamic": "dynamic", "yarn": "
 _NAMES = {"factor": "factor", "original_max_position_embeddings": "original_max_len"} | {
     name: name for name in ("attention_factor", "beta_fast", "beta_slow", "truncate")
 }
-_OTHER_NAMES = ("rope_type", "type", "rope_theta", "mscale", "mscale_all_dim")
+_OTHER_NAMES = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim")
 
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How frequencies change so that a model reads sequences longer than those it was trained on. f = base ** (-2 i / head_dim).
+    """How frequencies change so that a model reads sequences longer than those it was trained on. f = base ** (-2 i / d), d = rotary_dim.
 
         linear    f / factor (Chen et al., "Extending Context Window of Large Language Models via Positional Interpolation", 2023)
-        ntk       f of base * factor ** (head_dim / (head_dim - 2))                         ("NTK-aware", Peng et al., 2023, section 3.1)
+        ntk       f of base * factor ** (d / (d - 2))                                       ("NTK-aware", Peng et al., 2023, section 3.1)
         dynamic   ntk with factor * n / original_max_len - (factor - 1) in the place of factor, where n is the length of the call, at
                   least original_max_len                                                    ("dynamic NTK", there, section 3.3)
         yarn      f where it turns more than beta_fast times in original_max_len, f / factor where less than beta_slow times, a linear
@@ -97,10 +98,10 @@ class RotaryScaling:
 class RotaryEmbedding(nn.Module):
     """Turns pairs of features of query and key by angles proportional to their positions (Su et al., "RoFormer", 2021, section 3.2).
 
-        angle_i(p) = p * base ** (-2 i / head_dim),  i = 0 .. head_dim / 2 - 1
+        angle_i(p) = p * base ** (-2 i / rotary_dim),  i = 0 .. rotary_dim / 2 - 1
         (x_a, x_b) -> (x_a cos - x_b sin, x_b cos + x_a sin)
 
-    with (a, b) = (i, i + head_dim / 2), or (2 i, 2 i + 1) if `interleaved`. Query . key then depends on the positions through their
+    with (a, b) = (i, i + rotary_dim / 2), or (2 i, 2 i + 1) if `interleaved`. Query . key then depends on the positions through their
     difference only. Angles are float64, cosines and sines at least float32, products likewise; the result has the dtype, and the order
     of dimensions in memory, of the input. There are no parameters and no buffers, so that nothing of it is lost in `.half()`.
 
@@ -110,6 +111,8 @@ class RotaryEmbedding(nn.Module):
         interleaved: pairs of neighbours (RoFormer, GPT-J) rather than of halves (GPT-NeoX, Llama). Default False.
         scaling: a `RotaryScaling`, or the `rope_parameters` of a Hugging Face configuration (rope_type, factor,
             original_max_position_embeddings, ...). Default None.
+        rotary_dim: even, at most head_dim: only the first rotary_dim features are turned, as if they were all (GPT-J, GPT-NeoX). None:
+            head_dim, or what `partial_rotary_factor` of a configuration says.
 
     `attention(..., rotary=RotaryEmbedding(...))` does this to query (at p) and key (at j) by itself.
 
@@ -122,11 +125,16 @@ class RotaryEmbedding(nn.Module):
         base: float = 10000.0,
         interleaved: bool = False,
         scaling: RotaryScaling | Mapping[str, Any] | None = None,
+        rotary_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = number("head_dim", head_dim, 2)
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for pairs of features, got {head_dim}")
+        if rotary_dim is None and isinstance(scaling, Mapping):
+            rotary_dim = int(self.head_dim * scaling.get("partial_rotary_factor", 1.0))
+        self.rotary_dim = self.head_dim if rotary_dim is None else number("rotary_dim", rotary_dim, 2)
+        if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            name, most = ("head_dim", "") if rotary_dim is None else ("rotary_dim", f" and at most head_dim ({head_dim})")
+            raise ValueError(f"{name} must be even, for pairs of features{most}, got {self.rotary_dim}")
         self.base = check_base(base)
         if self.base == 1 and isinstance(scaling, RotaryScaling) and scaling.kind == "yarn":
             raise ValueError("base must not be 1 for yarn, got 1")
@@ -176,7 +184,7 @@ class RotaryEmbedding(nn.Module):
             dtype: of the results. Default float32.
 
         Returns:
-            (cos, sin), each (..., seqlen, head_dim // 2).
+            (cos, sin), each (..., seqlen, rotary_dim // 2).
         """
         check_positions("positions", positions)
         angles = angles_of(positions, self._frequencies(positions, length))
@@ -187,15 +195,8 @@ class RotaryEmbedding(nn.Module):
         return cos.to(dtype), sin.to(dtype)
 
     def turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x (..., seqlen, head_dim) turned by tables that broadcast to (..., seqlen, head_dim // 2)."""
-        wide = x.to(cos.dtype)
-        if self.interleaved:
-            partner = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-            cos, sin = cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2)
-        else:
-            partner = wide.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-            cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-        return (wide * cos + partner * sin).to(x.dtype)
+        """x (..., num_heads, seqlen, head_dim) turned by tables that broadcast to (..., num_heads, seqlen, rotary_dim // 2)."""
+        return rotate(x, torch.cat([cos, sin], -1), self.interleaved)
 
     def turn_both(self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
         """Both at positions (..., seqlen) whose leading dimensions broadcast to those of query and key. No checks."""
@@ -225,39 +226,39 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"{name} must have shape (..., num_heads, seqlen, {self.head_dim}) for rotary, got {tuple(tensor.shape)}")
 
     def _frequencies(self, positions: Tensor, length: int | Tensor | None) -> Tensor:
-        """(head_dim // 2,), float64."""
+        """(rotary_dim // 2,), float64."""
         scaling, device = self.scaling, positions.device
         if scaling is None:
-            return inverse_frequencies(self.head_dim, self.base, device)
+            return inverse_frequencies(self.rotary_dim, self.base, device)
         if scaling.kind == "linear":
-            return inverse_frequencies(self.head_dim, self.base, device) / scaling.factor
+            return inverse_frequencies(self.rotary_dim, self.base, device) / scaling.factor
         if scaling.kind == "yarn":
             return self._yarn(scaling, device)
-        exponent = self.head_dim / max(self.head_dim - 2, 1)  # with one pair the frequency is 1 whatever base is
+        exponent = self.rotary_dim / max(self.rotary_dim - 2, 1)  # with one pair the frequency is 1 whatever base is
         if scaling.kind == "ntk":
-            return inverse_frequencies(self.head_dim, self.base * scaling.factor**exponent, device)
+            return inverse_frequencies(self.rotary_dim, self.base * scaling.factor**exponent, device)
         trained = cast(int, scaling.original_max_len)
         if length is None:
             length = _length(positions)
         if not isinstance(length, Tensor):
             length = torch.tensor(length, device=device)
         ratio = length.to(torch.float64).clamp(min=trained) / trained
-        return inverse_frequencies(self.head_dim, self.base * (scaling.factor * ratio - (scaling.factor - 1)) ** exponent, device)
+        return inverse_frequencies(self.rotary_dim, self.base * (scaling.factor * ratio - (scaling.factor - 1)) ** exponent, device)
 
     def _yarn(self, scaling: RotaryScaling, device: torch.device) -> Tensor:
         def pair_that_turns(times: float) -> float:
             trained = cast(int, scaling.original_max_len)
-            return self.head_dim * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(self.base))
+            return self.rotary_dim * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(self.base))
 
         first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
         if scaling.truncate:
             first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, self.head_dim - 1)
+        first, last = max(first, 0), min(last, self.rotary_dim - 1)
         if first == last:
             last += 0.001
-        pairs = torch.arange(self.head_dim // 2, dtype=torch.float64, device=device)
+        pairs = torch.arange(self.rotary_dim // 2, dtype=torch.float64, device=device)
         slow = ((pairs - first) / (last - first)).clamp(0, 1)
-        return inverse_frequencies(self.head_dim, self.base, device) * (1 - slow + slow / scaling.factor)
+        return inverse_frequencies(self.rotary_dim, self.base, device) * (1 - slow + slow / scaling.factor)
 
     def _attention_factor(self) -> float:
         if self.scaling is None or self.scaling.kind != "yarn":
@@ -267,7 +268,8 @@ class RotaryEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         scaling = "" if self.scaling is None else f", scaling={self.scaling}"
-        return f"{self.head_dim}, base={self.base:g}, interleaved={self.interleaved}{scaling}"
+        partial = "" if self.rotary_dim == self.head_dim else f", rotary_dim={self.rotary_dim}"
+        return f"{self.head_dim}, base={self.base:g}, interleaved={self.interleaved}{scaling}{partial}"
 
 
 def _yarn_factor(factor: float, weight: float = 1.0) -> float:

@@ -13,6 +13,7 @@ from .autograd import AttentionWeights
 from .call import forward, needs_derivatives, prepare
 from .library import ops
 from .masks import Mask
+from .relative_bias import RelativeBias
 from .rotary import RotaryEmbedding
 
 
@@ -22,7 +23,7 @@ def attention_weights(
     *,
     rows: Tensor | None = None,
     mask: Mask | Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | RelativeBias | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
