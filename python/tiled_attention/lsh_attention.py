@@ -21,7 +21,7 @@ from .mask_checks import check_bool, check_broadcasts, number
 from .reference import philox
 
 _TAG = 0x4C5348  # in the counters of the rotations; those of dropout have a batch item there
-_ONE_FACTOR = 128  # more buckets than this are numbered by a pair of hashes: hashing then takes n sqrt(buckets) numbers, not n buckets
+_ONE_FACTOR = 16  # more buckets than this are numbered by a pair of hashes: hashing then takes n sqrt(buckets) numbers, not n buckets
 
 
 @overload
@@ -183,17 +183,18 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of one round, in the order of the tokens."""
     rows = torch.arange(math.prod(order.shape[:-1]), device=order.device).view(*order.shape[:-1], 1) * order.shape[-1]
-    there, back = (rows + order).view(-1), (rows + places).view(-1)
+    back = (rows + places).view(-1)
 
-    def sort(tensor: Tensor) -> Tensor:
-        return tensor.flatten(0, -2).index_select(0, there).view(tensor.shape)
+    def sort(tensor: Tensor, order: Tensor) -> Tensor:
+        sorted_rows = tensor.flatten(0, -2).index_select(0, (rows + order).view(-1))
+        return sorted_rows.view(*order.shape, tensor.shape[-1])
 
     def overlapping(tensor: Tensor) -> Tensor:
-        # A view: rows of one bucket serve as its own and as those before the next.
-        padded = F.pad(sort(tensor), (0, 0, bucket_size, 0))
+        # A view: rows of one bucket serve as its own and as those before the next. Before the first, where all is hidden, it stands itself.
+        padded = sort(tensor, torch.cat([order[..., :bucket_size], order], -1))
         return padded.unfold(-2, 2 * bucket_size, bucket_size).mT
 
-    by_bucket = sort(query).unflatten(-2, (-1, bucket_size))
+    by_bucket = sort(query, order).unflatten(-2, (-1, bucket_size))
     out, lse = attention(by_bucket, overlapping(key), overlapping(value), mask=visible, scale=scale, return_lse=True)
     out, lse = out.flatten(0, -2).index_select(0, back), lse.flatten().index_select(0, back)
     return out.view(value.shape), lse.view(value.shape[:-1])

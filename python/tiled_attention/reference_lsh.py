@@ -32,18 +32,25 @@ def lsh_rotation(seed: int, round_: int, head_dim: int, columns: int) -> Tensor:
 
 
 def lsh_pairs(query_key: Tensor, num_hashes: int, bucket_size: int, causal: bool, seed: int, key_mask: Tensor | None = None) -> Tensor:
-    """bool (..., num_heads, seqlen, seqlen): which key each query sees, for at most 128 buckets (Kitaev et al., 2020, equation 6 and the
-    paragraphs around it). key_mask (..., seqlen)."""
+    """bool (..., num_heads, seqlen, seqlen): which key each query sees (Kitaev et al., 2020, equation 6 and the paragraphs around it).
+
+    b buckets of tokens have b hashes, made even; more than 16 have pairs of hashes with ceil(sqrt(b)) values each, made even. key_mask
+    (..., seqlen).
+    """
     seqlen, head_dim = query_key.shape[-2:]
-    columns = max((seqlen // bucket_size + 1) // 2, 1)
+    buckets = seqlen // bucket_size
+    values = [buckets] if buckets <= 16 else [math.ceil(math.sqrt(buckets))] * 2
+    halves = [max((value + 1) // 2, 1) for value in values]
     seen = torch.zeros(*query_key.shape[:-1], seqlen, dtype=torch.bool)
     counted = (
         torch.ones(query_key.shape[:-1], dtype=torch.bool) if key_mask is None else key_mask[..., None, :].expand(query_key.shape[:-1])
     )
     for round_ in range(num_hashes):
-        rotated = query_key.detach().double() @ lsh_rotation(seed, round_, head_dim, columns)
-        number = torch.cat([rotated, -rotated], -1).argmax(-1)
-        number = torch.where(counted, number, 2 * columns)
+        number = torch.zeros((), dtype=torch.int64)
+        for part in lsh_rotation(seed, round_, head_dim, sum(halves)).split(halves, -1):
+            rotated = query_key.detach().double() @ part
+            number = number * 2 * part.shape[-1] + torch.cat([rotated, -rotated], -1).argmax(-1)
+        number = torch.where(counted, number, math.prod(2 * half for half in halves))
         place = (number * seqlen + torch.arange(seqlen)).argsort(-1).argsort(-1)
         bucket = place // bucket_size
         behind = bucket[..., :, None] - bucket[..., None, :]
