@@ -5,6 +5,7 @@ from .attention import attention, dropout_mask, merge_attention
 from .attention_decode import attention_decode
 from .convert import convert
 from .favor import FavorFeatures
+from .kv_cache import KVCache
 from .linear_attention import LinearState, linear_attention, linear_attention_step
 from .linear_module import LinearAttention
 from .masks import Causal, Chunked, Documents, KeyLengths, Mask, PrefixLM, Sinks, SlidingWindow
@@ -18,6 +19,7 @@ __all__ = [
     "Chunked",
     "Documents",
     "FavorFeatures",
+    "KVCache",
     "KeyLengths",
     "LinearAttention",
     "LinearState",

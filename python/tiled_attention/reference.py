@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .masks import Mask
+from .reference_decode import attention_decode  # noqa: F401
 
 _INF = float("inf")
 
