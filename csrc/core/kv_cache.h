@@ -27,14 +27,16 @@ struct CacheItem {
     recent = {wraps ? int(length - (cache.slots - cache.pinned)) : 0, int(length)};
   }
   HOST_DEVICE bool holds(int key) const { return contains(recent, key) || contains(pinned, key); }
+  // Everything here is below 2^31: a division of 32 bits is some 20 instructions of a GPU, one of 64 bits five times as many.
   HOST_DEVICE int64_t slot(int64_t key) const {
-    return key < cache.slots || cache.pinned < 0 ? key : cache.pinned + (key - cache.pinned) % (cache.slots - cache.pinned);
+    return key < cache.slots || cache.pinned < 0 ? key : cache.pinned + uint32_t(key - cache.pinned) % uint32_t(cache.slots - cache.pinned);
   }
   // -1 where the entry of the table is out of range.
   HOST_DEVICE int64_t page(int64_t slot) const {
-    const int64_t page = pages[slot / cache.page_size];
+    const int64_t page = pages[uint32_t(slot) / uint32_t(cache.page_size)];
     return page < 0 || page >= cache.num_pages ? -1 : page;
   }
+  HOST_DEVICE int64_t row_of_page(int64_t slot) const { return uint32_t(slot) % uint32_t(cache.page_size); }
 };
 
 // The keys of the cache that some of the rows [first, first + count) see: a low and a high interval.

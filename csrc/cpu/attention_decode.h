@@ -33,13 +33,13 @@ struct CacheRows {
   const T* row(int64_t key) const {
     const int64_t slot = item.slot(key);
     if (!item.pages) return data + slot * row_stride;
-    return data + item.page(slot) * page_stride + slot % item.cache.page_size * row_stride;
+    return data + item.page(slot) * page_stride + item.row_of_page(slot) * row_stride;
   }
   // How many of the keys [key, end) lie one after the other from `key` on. At least one.
   int run(int64_t key, int64_t end) const {
     const int64_t slot = item.slot(key), slots = item.cache.slots;
     int64_t count = min_of(end - key, item.cache.pinned < 0 ? end - key : slots - slot);
-    if (item.pages) count = min_of(count, item.cache.page_size - slot % item.cache.page_size);
+    if (item.pages) count = min_of(count, item.cache.page_size - item.row_of_page(slot));
     return int(count);
   }
 };
