@@ -7,6 +7,7 @@ and 0 otherwise, whatever the times are.
 """
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import claims
+import decode
 import linear
 import lsh
 import torch
@@ -33,6 +35,8 @@ from tiled_attention.library import ops
 from tiled_attention.testing import Case, largest
 
 WIDTH = 150
+# Operators beside exact attention: modules with CLAIMS of their own.
+PARTS = {"linear": linear, "decode": decode, "lsh": lsh}
 # A result further away than this share of its largest element is wrong; accuracy itself is what the tests and `compare` look at.
 WRONG = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -147,8 +151,8 @@ def main() -> int:
     """Measure what was asked for and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     exact = dict.fromkeys([*(item.claim for item in measurements(["bf16"])), "sixteen_bit", *claims.CLAIMS])
-    names = [*exact, *linear.CLAIMS, *lsh.CLAIMS]
-    parser.add_argument("operator", nargs="?", choices=["attention", "linear", "lsh"], help="which operator (default: all)")
+    names = [*exact, *(name for part in PARTS.values() for name in part.CLAIMS)]
+    parser.add_argument("operator", nargs="?", choices=["attention", *PARTS], help="which operator (default: all)")
     parser.add_argument("--only", action="append", choices=names, metavar="NAME", help="of " + ", ".join(names))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write {machine, rows} there")
     parser.add_argument("--threads", type=int, default=2)
@@ -160,7 +164,7 @@ def main() -> int:
     settings = Settings(arguments.threads, arguments.rounds, arguments.seconds)
 
     def wanted(claim: str) -> bool:
-        operator = next((name for name, module in (("linear", linear), ("lsh", lsh)) if claim in module.CLAIMS), "attention")
+        operator = next((name for name, part in PARTS.items() if claim in part.CLAIMS), "attention")
         return arguments.operator in (None, operator) and (arguments.only is None or claim in arguments.only)
 
     console = Console(width=max(WIDTH, Console().width))
@@ -171,7 +175,7 @@ def main() -> int:
         for row in run_pairs(settings, wanted):
             console.print(row.line(), highlight=False, soft_wrap=True)
             rows.append(row)
-    for name, claim in (claims.CLAIMS | linear.CLAIMS | lsh.CLAIMS).items():
+    for name, claim in itertools.chain(*(part.CLAIMS.items() for part in (claims, *PARTS.values()))):
         if wanted(name):
             for row in claim(settings.threads, settings.rounds, settings.seconds):
                 console.print(row.line(), highlight=False, soft_wrap=True)

@@ -81,6 +81,12 @@ STABLE_TORCH_LIBRARY(tiled_attention, m) {
         ", Tensor out, Tensor lse, Tensor residual, int gradients) -> (Tensor grad_query, Tensor grad_key, "
         "Tensor grad_value, Tensor grad_bias, Tensor grad_alibi_slopes, Tensor grad_sinks)");
   m.def("attention_weights(Tensor query, Tensor key, " MASKS_AND_SCORES("") ", Tensor lse, Tensor? rows, bool average) -> Tensor");
+  // Of a cache. `pinned`: it is a ring that keeps its first `pinned` keys, -1: it is none.
+  m.def("attention_decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, Tensor? page_table, "
+        "Tensor? alibi_slopes, Tensor? sinks, Tensor? key_lengths, Tensor? documents, float scale, float softcap, SymInt[] intervals, "
+        "SymInt num_new, SymInt pinned) -> (Tensor out, Tensor lse)");
+  m.def("cache_append_(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor new_key, Tensor new_value, Tensor cache_seqlens, "
+        "Tensor? page_table, SymInt pinned) -> ()");
   m.def("linear_attention_fwd(" LINEAR_ARGUMENTS ") -> (Tensor out, Tensor kv, Tensor k_sum)");
   m.def("linear_attention(" LINEAR_ARGUMENTS ") -> (Tensor out, Tensor kv, Tensor k_sum)");
   m.def("linear_attention_bwd(Tensor grad_out, Tensor? grad_kv, Tensor? grad_k_sum, " LINEAR_ARGUMENTS

@@ -130,4 +130,30 @@ struct LinearAttentionBackwardParams {
   void *grad_initial_kv = nullptr, *grad_initial_k_sum = nullptr;    // like the state; may be null
 };
 
+// A key-value cache. Key j of a batch item stands in its slot j, or where the cache is a ring, from slot `pinned` on, in turns.
+struct CacheParams {
+  int64_t slots = 0;                     // of a batch item: the capacity, or table_pages * page_size
+  int64_t pinned = -1;                   // a ring that never overwrites the first `pinned` keys, < slots; -1: no ring
+  const int32_t* page_table = nullptr;   // [batch][table_pages] in [0, num_pages), null: one run of slots per batch item
+  int64_t table_pages = 0, num_pages = 0, page_size = 0;
+  const void* cache_seqlens = nullptr;   // int64 or int32 [batch]: keys before the `num_new` last ones
+  bool seqlens_are_64_bit = true;
+  int64_t num_new = 0;
+};
+
+// Few queries over the keys of a cache: query row i of batch item b stands at position length_b - seqlen_q + i.
+struct AttentionDecodeParams {
+  AttentionParams attention;  // key and value: the cache, one batch dimension, which counts pages where there is a page table; seqlen_kv: slots
+  CacheParams cache;
+};
+
+// Writes the last `num_new` keys and values to their slots.
+struct CacheAppendParams {
+  DType dtype = DType::kFloat32;
+  int64_t batch = 0, num_heads_kv = 0, head_dim = 0, head_dim_v = 0;
+  CacheParams cache;
+  TensorView key, value;          // the cache
+  TensorView new_key, new_value;  // (batch, num_heads_kv, num_new, head_dim or head_dim_v)
+};
+
 }  // namespace tiled_attention

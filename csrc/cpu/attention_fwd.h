@@ -370,6 +370,7 @@ struct Forward {
     }
   }
 
+ public:
   // out = accumulated / row_sum, lse = ln2 * (row_max + log2(row_sum)); a row that saw nothing gets 0 and -inf.
   void write_rows(int64_t batch, int rows, const RowState<Real>& state, const TileRow* tile_rows) const {
     constexpr int kN = V::kLanes;
@@ -402,6 +403,7 @@ struct Forward {
     }
   }
 
+ private:
   // ln2 * (row_max + log2(sum)) of kLanes rows, rounded once.
   static void natural_lse(const Real* row_max, const Real* sums, Real* lse) {
     using D = NativeVec<double>;

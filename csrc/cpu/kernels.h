@@ -21,6 +21,9 @@ struct Kernels {
   void (*attention_bwd)(const AttentionBackwardParams&, const ThreadPool&, void* scratch);
   size_t (*attention_weights_scratch)(const AttentionWeightsParams&, const ThreadPool&);
   void (*attention_weights)(const AttentionWeightsParams&, const ThreadPool&, void* scratch);
+  size_t (*attention_decode_scratch)(const AttentionDecodeParams&, const ThreadPool&);
+  void (*attention_decode)(const AttentionDecodeParams&, const ThreadPool&, void* scratch);
+  void (*cache_append)(const CacheAppendParams&, const ThreadPool&);
   size_t (*linear_fwd_scratch)(const LinearAttentionParams&, const ThreadPool&);
   void (*linear_fwd)(const LinearAttentionParams&, const ThreadPool&, void* scratch);
   size_t (*linear_bwd_scratch)(const LinearAttentionBackwardParams&, const ThreadPool&);

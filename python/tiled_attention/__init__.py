@@ -2,10 +2,12 @@
 
 from . import numpy_reference, reference
 from .attention import attention, dropout_mask, merge_attention
+from .attention_decode import attention_decode
 from .convert import convert
 from .counts import flops, memory, parameter_count
 from .favor import FavorFeatures
 from .gaussian_attention import gaussian_attention
+from .kv_cache import KVCache
 from .linear_attention import LinearState, linear_attention, linear_attention_step
 from .linear_module import LinearAttention
 from .lsh_attention import lsh_attention
@@ -24,6 +26,7 @@ __all__ = [
     "Chunked",
     "Documents",
     "FavorFeatures",
+    "KVCache",
     "KeyLengths",
     "LearnedEmbedding",
     "LinearAttention",
@@ -40,6 +43,7 @@ __all__ = [
     "SlidingWindow",
     "alibi_slopes",
     "attention",
+    "attention_decode",
     "attention_weights",
     "convert",
     "dropout_mask",

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 from .arguments import TENSORS, Arguments, is_by_distance, real_dtype
 from .library import ops
 
-_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def dense_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -43,7 +43,7 @@ def dense_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 def check_query_key_value(query: Tensor, key: Tensor, value: Tensor | None) -> None:
     """Dtypes, ranks and the relations of shapes. Raises ValueError or TypeError naming the argument."""
-    if query.dtype not in _FLOATS:
+    if query.dtype not in FLOATS:
         raise TypeError(f"query must be float32, float64, bfloat16 or float16, got {dtype_name(query.dtype)}")
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor is None:
@@ -78,10 +78,10 @@ def check(args: Arguments) -> None:
         check_broadcasts("bias", args.bias, (*scores[:-2], 1, args.bias.shape[-1]) if by_distance else scores)
     for name, vector in (("alibi_slopes", args.alibi_slopes), ("sinks", args.sinks)):
         if vector is not None:
-            _check_vector(name, vector, real, num_heads)
+            check_vector(name, vector, real, num_heads)
     for name, vector in (("key_lengths", args.key_lengths), ("query_offset", args.query_offset)):
         if vector is not None:
-            _check_vector(name, vector, torch.int64, math.prod(query.shape[:-3]))
+            check_vector(name, vector, torch.int64, math.prod(query.shape[:-3]))
     if args.documents is not None and (args.documents.dtype != torch.int64 or args.documents.dim() != 1 or args.documents.shape[0] < 1):
         raise ValueError(
             f"documents must be int64 (num_documents + 1,), got {dtype_name(args.documents.dtype)} {tuple(args.documents.shape)}"
@@ -105,7 +105,7 @@ def check_dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...]) -> 
         raise TypeError(f"{name} must be {' or '.join(map(dtype_name, allowed))}, got {dtype_name(tensor.dtype)}")
 
 
-def _check_vector(name: str, vector: Tensor, dtype: torch.dtype, size: int) -> None:
+def check_vector(name: str, vector: Tensor, dtype: torch.dtype, size: int) -> None:
     check_dtype(name, vector, (dtype,))
     if vector.dim() != 1 or vector.shape[0] != size:
         raise ValueError(f"{name} must have shape {(size,)}, got {tuple(vector.shape)}")

@@ -60,6 +60,35 @@ def scaled_dot_product_attention(
     return weights @ value, weights
 
 
+def attention_decode(
+    query: ArrayLike, key_cache: ArrayLike, value_cache: ArrayLike, cache_seqlens: ArrayLike, page_table: ArrayLike | None = None
+) -> NDArray[np.float64]:
+    """Each batch item's queries over the keys that its cache holds, all of them visible.
+
+    Args:
+        query: (batch, num_heads, seqlen_q, head_dim).
+        key_cache, value_cache: (batch, num_heads_kv, capacity, ...); with page_table (batch, pages) it is (num_pages, num_heads_kv, page_size, ...)
+            and key j of item b is row j % page_size of page page_table[b, j // page_size].
+        cache_seqlens: (batch,), how many keys there are.
+
+    Returns:
+        out (batch, num_heads, seqlen_q, head_dim_v), 0 where there is no key.
+    """
+    query, key_cache, value_cache = (np.asarray(x, dtype=np.float64) for x in (query, key_cache, value_cache))
+    outs = []
+    for b, length in enumerate(np.asarray(cache_seqlens)):
+        if page_table is None:
+            key, value = key_cache[b, :, :length], value_cache[b, :, :length]
+        else:
+            page_size = key_cache.shape[-2]
+            pages = np.asarray(page_table)[b, : -(-length // page_size)]
+            key, value = (np.concatenate([*x[pages], x[0, :, :0]], axis=-2)[:, :length] for x in (key_cache, value_cache))
+        group = query.shape[1] // key.shape[0]
+        key, value = np.repeat(key, group, 0), np.repeat(value, group, 0)
+        outs.append(scaled_dot_product_attention(query[b], key, value)[0])
+    return np.array(outs)
+
+
 def multi_head_attention(
     query: ArrayLike,
     key: ArrayLike,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .masks import Mask
+from .reference_decode import attention_decode  # noqa: F401
 from .reference_lsh import lsh_attention, lsh_pairs  # noqa: F401
 from .reference_positions import relative_bias, relative_bucket, rotary_embedding, sinusoidal_embedding  # noqa: F401
 from .reference_scores import gaussian_attention, luong_attention  # noqa: F401

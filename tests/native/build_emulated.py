@@ -22,7 +22,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 PROJECT = Path(__file__).resolve().parents[2]
 BUILD = PROJECT / "build" / "emulated"
 SIMT = PROJECT / "tests" / "native" / "simt"
-OPERATORS = ("csrc/library.cpp", "csrc/attention.cpp", "csrc/linear_attention.cpp", "csrc/rotate.cpp")
+OPERATORS = sorted({*PROJECT.glob("csrc/*.cpp")} - {PROJECT / "csrc/cuda_library.cpp"})
 KERNELS = "csrc/cuda/instances/*.cu"
 # Those of setup.py, and what the emulator needs.
 FLAGS = ("-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-DTILED_ATTENTION_BACKEND_EMULATED", f"-I{SIMT}", "-pthread")
@@ -78,7 +78,7 @@ def build(*flags: str) -> Path:
     BUILD.mkdir(parents=True, exist_ok=True)
     with (BUILD / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        sources = [*(PROJECT / name for name in OPERATORS), *sorted(PROJECT.glob(KERNELS))]
+        sources = [*OPERATORS, *sorted(PROJECT.glob(KERNELS))]
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
             objects = list(pool.map(compiled, sources))
         folders = [f"-L{folder}" for folder in library_paths()]

@@ -1,0 +1,506 @@
+#pragma once
+// Attention of few queries over the keys of a cache: bound by reading them once. A warp takes 16 keys at a time, kLanes of its lanes the columns
+// of one key, 16 bytes each, straight from global memory to registers; the rows of all query heads of the kv head pass over what is there.
+// Warps go on without barriers, each with its own running softmax, and are merged in the end; so are the splits, by a second kernel.
+
+#include <math.h>
+
+#include "attention_decode_launch.h"
+#include "load.cuh"
+#include "score.cuh"
+
+namespace tiled_attention {
+namespace cuda {
+namespace {
+
+template <class T_, int kLanes_, int kRows_>
+struct DecodeTile {
+  using T = T_;
+  using R = Real<T>;
+  static constexpr int kLanes = kLanes_, kRows = kRows_, kVector = kVec<T>, kCols = kLanes * kVector;
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps, kWarpKeys = kDecodeBlockKeys / kWarps;
+  // Keys that a warp reads at a time, how often it does for its 16 keys, and how many of these reads are under way together.
+  static constexpr int kSlots = 32 / kLanes, kSteps = kWarpKeys / kSlots, kUnroll = 4;
+  static_assert(kSteps % kUnroll == 0, "whole groups of reads");
+  // Scores of a warp: [slot][step][row]. The distance of slots keeps what they write at the same time in different banks.
+  static constexpr int kSlotStride = kSteps * kRows + (kRows == 4 && kLanes == 16 ? 16 : 0), kScores = kSlots * kSlotStride;
+  // Lanes that share a row in the softmax, and the keys of each.
+  static constexpr int kRowLanes = kRows >= 2 ? 32 / kRows : kWarpKeys, kRowKeys = kWarpKeys / kRowLanes;
+};
+
+template <class Tile>
+struct alignas(16) DecodeShared {
+  using R = typename Tile::R;
+  alignas(16) R scores[Tile::kWarps][Tile::kScores];
+  alignas(16) R out[Tile::kRows][Tile::kCols];
+  R shrink[Tile::kWarps][Tile::kRows], max[Tile::kWarps][Tile::kRows], sum[Tile::kWarps][Tile::kRows];
+  int64_t key_at[Tile::kWarps][Tile::kWarpKeys], value_at[Tile::kWarps][Tile::kWarpKeys];  // elements into the cache of the head, -1: hidden
+  RowKeys rows[Tile::kRows];
+};
+
+// The cache of one (batch item, kv head).
+template <class T>
+struct CacheMatrix {
+  const T* data;
+  int64_t page_stride, row_stride, col_stride;
+  bool wide;
+
+  SIMT_DEVICE CacheMatrix(const TensorView& view, const CacheItem& item, int64_t batch, int64_t head_kv)
+      : data((const T*)view.data + head_kv * view.head_stride + (item.pages ? 0 : batch * view.batch_strides[0])),
+        page_stride(item.pages ? view.batch_strides[0] : 0),
+        row_stride(view.row_stride),
+        col_stride(view.col_stride),
+        wide(col_stride == 1 && (reinterpret_cast<uintptr_t>(data) | uintptr_t(row_stride * int64_t(sizeof(T))) | uintptr_t(page_stride * int64_t(sizeof(T)))) % 16 == 0) {}
+  SIMT_DEVICE int64_t at(int64_t page, int64_t row) const { return page * page_stride + row * row_stride; }
+};
+
+// Page and row of a key; the page is 0 where there are no pages, and -1 where the key is not to be read.
+struct KeyPlace {
+  int64_t page, row;
+  SIMT_DEVICE KeyPlace(const CacheItem& item, int64_t key) {
+    const int64_t slot = item.slot(key);
+    page = item.pages ? item.page(slot) : 0;
+    row = item.pages ? item.row_of_page(slot) : slot;
+  }
+};
+
+// 16 bytes of a row from column `col` on, zeros behind `cols` and where `at` is negative.
+template <class T>
+SIMT_DEVICE uint4 load_raw(const CacheMatrix<T>& m, int64_t at, int64_t col, int64_t cols) {
+  uint4 bits = {0, 0, 0, 0};
+  if (at < 0 || col >= cols) return bits;
+  const T* const from = m.data + at + col * m.col_stride;
+  if (m.wide && col + kVec<T> <= cols) return *reinterpret_cast<const uint4*>(from);
+  T raw[kVec<T>];
+  memcpy(raw, &bits, 16);
+#pragma unroll
+  for (int k = 0; k < kVec<T>; k++)
+    if (col + k < cols) raw[k] = from[k * m.col_stride];
+  memcpy(&bits, raw, 16);
+  return bits;
+}
+template <class T>
+SIMT_DEVICE void unpack(const uint4& bits, Real<T> (&x)[kVec<T>]) {
+  T raw[kVec<T>];
+  memcpy(raw, &bits, 16);
+#pragma unroll
+  for (int k = 0; k < kVec<T>; k++) x[k] = to_real(raw[k]);
+}
+
+// The sums over kLanes lanes of N values: as long as there are several, a lane keeps one half of them and its partner the other. Returns the index
+// of the first of the max(1, N / kLanes) values that are left to this lane, -1 where another lane has the same.
+template <int kLanes, int N, class R>
+SIMT_DEVICE int fold_lanes(R* x, int lane) {
+  if constexpr (kLanes == 1) return 0;
+  else {
+    constexpr int kPartner = kLanes / 2;
+    const bool upper = lane & kPartner;
+    if constexpr (N > 1) {
+#pragma unroll
+      for (int i = 0; i < N / 2; i++) {
+        const R given = upper ? x[i] : x[i + N / 2], kept = upper ? x[i + N / 2] : x[i];
+        x[i] = kept + __shfl_xor_sync(0xffffffffu, given, kPartner);
+      }
+      const int rest = fold_lanes<kPartner, N / 2>(x, lane);
+      return rest < 0 ? rest : rest + (upper ? N / 2 : 0);
+    } else {
+      x[0] += __shfl_xor_sync(0xffffffffu, x[0], kPartner);
+      const int rest = fold_lanes<kPartner, 1>(x, lane);
+      return upper ? -1 : rest;
+    }
+  }
+}
+
+SIMT_DEVICE float larger_of(float a, float b) { return fmaxf(a, b); }
+SIMT_DEVICE double larger_of(double a, double b) { return fmax(a, b); }
+SIMT_DEVICE float log_sum(float max, float sum) { return sum == 0 ? minus_infinity(0.0f) : float(double(max) + double(logf(sum))); }
+SIMT_DEVICE double log_sum(double max, double sum) { return sum == 0 ? minus_infinity(0.0) : max + log(sum); }
+// exp(max - top) where -inf stands for nothing.
+template <class R>
+SIMT_DEVICE R shrink_of(R max, R top) {
+  return max == minus_infinity(R()) ? R(0) : max == top ? R(1) : exp(max - top);
+}
+
+// The running softmax of a row; `sum` is the share of one lane.
+template <class R>
+struct DecodeState {
+  R max = minus_infinity(R()), sum = 0;
+};
+
+// Blocks of 64 keys that some row of the tile sees: first those of the low keys, then those of the high keys that are not among them.
+struct KeyBlocks {
+  int low_begin = 0, low_count = 0, high_begin = 0, high_count = 0;
+  SIMT_DEVICE explicit KeyBlocks(const CacheKeys& keys) {
+    if (!is_empty(keys.low)) low_begin = keys.low.begin / kDecodeBlockKeys, low_count = (keys.low.end - 1) / kDecodeBlockKeys + 1 - low_begin;
+    if (is_empty(keys.high)) return;
+    const int end = (keys.high.end - 1) / kDecodeBlockKeys + 1;
+    high_begin = keys.high.begin / kDecodeBlockKeys;
+    if (low_count > 0 && high_begin < low_begin + low_count) {
+      low_count += max_of(0, low_begin - high_begin);
+      low_begin = min_of(low_begin, high_begin);
+      high_begin = low_begin + low_count;
+    }
+    high_count = max_of(0, end - high_begin);
+  }
+  SIMT_DEVICE int count() const { return low_count + high_count; }
+  SIMT_DEVICE int operator[](int i) const { return i < low_count ? low_begin + i : high_begin + i - low_count; }
+};
+
+// acc[r] += weight[r] value, over the 16 keys of a warp. kSelect: some pairs are hidden, with a weight below 0, and their values may be NaN.
+template <class Tile, bool kSelect, class T, class R>
+SIMT_DEVICE void add_values(R (&acc)[Tile::kRows][Tile::kVector], const CacheMatrix<T>& value, const int64_t* at, const R* weights, int64_t col, int64_t cols,
+                            int slot) {
+#pragma unroll 1
+  for (int step = 0; step < Tile::kSteps; step += Tile::kUnroll) {
+    uint4 bits[Tile::kUnroll];
+#pragma unroll
+    for (int u = 0; u < Tile::kUnroll; u++) bits[u] = load_raw(value, at[(step + u) * Tile::kSlots + slot], col, cols);
+#pragma unroll
+    for (int u = 0; u < Tile::kUnroll; u++) {
+      R x[Tile::kVector];
+      unpack<T>(bits[u], x);
+      const R* const of_key = weights + slot * Tile::kSlotStride + (step + u) * Tile::kRows;
+#pragma unroll
+      for (int r = 0; r < Tile::kRows; r++) {
+        const R weight = of_key[r];
+        if (kSelect && weight < 0) continue;
+#pragma unroll
+        for (int k = 0; k < Tile::kVector; k++) acc[r][k] += weight * x[k];
+      }
+    }
+  }
+}
+
+// One row of the result from its maximum, sum and weighted values, with the sink: column k is factor * value.
+template <class R>
+SIMT_DEVICE R finish_row(const AttentionParams& p, int64_t head, R* max, R* sum) {
+  const R sink = p.sinks ? ((const R*)p.sinks)[head] : minus_infinity(R()), top = larger_of(*max, sink), shrink = shrink_of(*max, top);
+  *sum = *sum * shrink + shrink_of(sink, top);
+  *max = top;
+  return *sum == R(0) ? R(0) : shrink / *sum;
+}
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 2) attention_decode_kernel(AttentionDecodeParams params, DecodePlan plan, DecodeScratch partial) {
+  using T = typename Tile::T;
+  using R = typename Tile::R;
+  constexpr int kRows = Tile::kRows, kVector = Tile::kVector, kUnroll = Tile::kUnroll;
+  SIMT_DYNAMIC_SHARED(memory);
+  DecodeShared<Tile>& shared = *reinterpret_cast<DecodeShared<Tile>*>(memory);
+
+  const AttentionParams& p = params.attention;
+  const int64_t split = int64_t(blockIdx.x) % plan.splits, piece = int64_t(blockIdx.x) / plan.splits % plan.pieces;
+  const int64_t tile = int64_t(blockIdx.x) / (plan.splits * plan.pieces) % plan.tiles, head = int64_t(blockIdx.x) / (plan.splits * plan.pieces * plan.tiles);
+  const int64_t batch = head / p.num_heads_kv, head_kv = head % p.num_heads_kv, group = p.num_heads / p.num_heads_kv, first_row = tile * kRows;
+  const int thread = int(threadIdx.x), warp = thread / 32, lane = thread % 32, slot = lane / Tile::kLanes;
+  const int count = int(min_of(int64_t(kRows), group * p.seqlen_q - first_row));
+  const CacheItem item(params.cache, batch);
+  const RowMask mask(p.mask, batch, p.seqlen_q, item.length);
+  const auto head_of = [&](int row) { return head_kv * group + (first_row + row) / p.seqlen_q; };
+  const auto query_of = [&](int row) { return (first_row + row) % p.seqlen_q; };
+
+  if (thread < kRows) shared.rows[thread] = thread < count ? mask.row(query_of(thread)) : RowKeys{{0, 0}, {0, 0}};
+  __syncthreads();
+  CacheKeys seen;
+  for (int r = 0; r < count; r++) seen.add(item, shared.rows[r]);
+  const KeyBlocks blocks(seen);
+  const int share = (blocks.count() + int(plan.splits) - 1) / int(plan.splits), begin = min_of(int(split) * share, blocks.count()),
+            end = min_of(begin + share, blocks.count());
+
+  const CacheMatrix<T> key(p.key, item, batch, head_kv), value(p.value, item, batch, head_kv);
+  const int64_t lane_col = lane % Tile::kLanes * kVector, value_col = piece * Tile::kCols + lane_col;
+  R query[kRows][kVector], acc[kRows][kVector];
+  const auto load_query = [&](int64_t col) {
+#pragma unroll
+    for (int r = 0; r < kRows; r++) {
+      if (r < count && col < p.head_dim) {
+        load_vec<T>(rows_of<const T>(p, p.query, batch, head_of(r)), query_of(r), col, p.head_dim, query[r]);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kVector; k++) query[r][k] = 0;
+      }
+    }
+  };
+  load_query(lane_col);
+#pragma unroll
+  for (int r = 0; r < kRows; r++)
+#pragma unroll
+    for (int k = 0; k < kVector; k++) acc[r][k] = 0;
+
+  // In the softmax a lane has one row and every kRowLanes-th key.
+  const int row = min_of(lane / Tile::kRowLanes, kRows - 1), row_lane = lane % Tile::kRowLanes;
+  const bool row_exists = row < count, row_counts = lane / Tile::kRowLanes < kRows;
+  const RowKeys visible = shared.rows[row];
+  const int64_t row_query = row_exists ? query_of(row) : 0;
+  Scores<R> score(p, batch, row_exists ? head_of(row) : head_kv * group);
+  score.query_offset = mask.query_offset;
+  DecodeState<R> state;
+  R* const scores = shared.scores[warp];
+  int64_t *const key_at = shared.key_at[warp], *const value_at = shared.value_at[warp];
+
+#pragma unroll 1
+  for (int block = begin; block < end; block++) {
+    const int first_key = blocks[block] * kDecodeBlockKeys + warp * Tile::kWarpKeys;
+    __syncwarp();
+    bool read = false;
+    if (lane < Tile::kWarpKeys) {
+      const int at = first_key + lane;
+      int64_t page = -1, place_row = 0;
+      if ((contains(seen.low, at) || contains(seen.high, at)) && item.holds(at)) {
+        const KeyPlace place(item, at);
+        page = place.page, place_row = place.row;
+      }
+      read = page >= 0;
+      key_at[lane] = read ? key.at(page, place_row) : -1;
+      value_at[lane] = read ? value.at(page, place_row) : -1;
+    }
+    const unsigned readable = __ballot_sync(0xffffffffu, read);
+    if (readable == 0) continue;
+    __syncwarp();
+
+#pragma unroll 1
+    for (int step = 0; step < Tile::kSteps; step += kUnroll) {
+      R sums[kUnroll * kRows];
+#pragma unroll
+      for (int i = 0; i < kUnroll * kRows; i++) sums[i] = 0;
+#pragma unroll 1
+      for (int64_t col = 0; col < max_of(p.head_dim, int64_t(1)); col += Tile::kCols) {
+        uint4 bits[kUnroll];
+#pragma unroll
+        for (int u = 0; u < kUnroll; u++) bits[u] = load_raw(key, key_at[(step + u) * Tile::kSlots + slot], col + lane_col, p.head_dim);
+        if (p.head_dim > Tile::kCols) load_query(col + lane_col);
+#pragma unroll
+        for (int u = 0; u < kUnroll; u++) {
+          R x[kVector];
+          unpack<T>(bits[u], x);
+#pragma unroll
+          for (int r = 0; r < kRows; r++)
+#pragma unroll
+            for (int k = 0; k < kVector; k++) sums[u * kRows + r] += query[r][k] * x[k];
+        }
+      }
+      constexpr int kLeft = kUnroll * kRows > Tile::kLanes ? kUnroll * kRows / Tile::kLanes : 1;
+      const int first = fold_lanes<Tile::kLanes, kUnroll * kRows>(sums, lane);
+      if (first >= 0) {
+        R* const to = scores + slot * Tile::kSlotStride + step * kRows + first;
+#pragma unroll
+        for (int i = 0; i < kLeft; i++) to[i] = sums[i];
+      }
+    }
+    __syncwarp();
+
+    // Scores become weights; a hidden one is -1.
+    R x[Tile::kRowKeys], top = state.max;
+    bool hides = false;
+#pragma unroll
+    for (int i = 0; i < Tile::kRowKeys; i++) {
+      const int place = row_lane + i * Tile::kRowLanes, at = place % Tile::kSteps * Tile::kSlots + place / Tile::kSteps;
+      const bool sees = contains(visible, first_key + at) && (readable >> at & 1);
+      x[i] = minus_infinity(R());
+      if (sees) x[i] = score(scores[place / Tile::kSteps * Tile::kSlotStride + place % Tile::kSteps * kRows + row], row_query, first_key + at);
+      hides |= !sees;
+      top = larger_of(top, x[i]);
+    }
+#pragma unroll
+    for (int other = 1; other < Tile::kRowLanes; other *= 2) top = larger_of(top, __shfl_xor_sync(0xffffffffu, top, other));
+    const R base = top == minus_infinity(R()) ? R(0) : top, shrink = state.max == top ? R(1) : shrink_of(state.max, top);
+    state.max = top;
+    state.sum *= shrink;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < Tile::kRowKeys; i++) {
+      const int place = row_lane + i * Tile::kRowLanes, at = place % Tile::kSteps * Tile::kSlots + place / Tile::kSteps;
+      const bool sees = contains(visible, first_key + at) && (readable >> at & 1);
+      const R weight = sees ? exp(x[i] - base) : R(-1);
+      if (sees) state.sum += weight;
+      if (row_counts) scores[place / Tile::kSteps * Tile::kSlotStride + place % Tile::kSteps * kRows + row] = weight;
+    }
+    if (row_counts && row_lane == 0) shared.shrink[warp][row] = shrink;
+    const bool rescales = __ballot_sync(0xffffffffu, row_counts && shrink != R(1)) != 0, selects = __ballot_sync(0xffffffffu, row_exists && hides) != 0;
+    __syncwarp();
+    if (rescales) {
+#pragma unroll
+      for (int r = 0; r < kRows; r++) {
+        const R factor = shared.shrink[warp][r];
+#pragma unroll
+        for (int k = 0; k < kVector; k++) acc[r][k] *= factor;
+      }
+    }
+    if (selects) add_values<Tile, true, T>(acc, value, value_at, scores, value_col, p.head_dim_v, slot);
+    else add_values<Tile, false, T>(acc, value, value_at, scores, value_col, p.head_dim_v, slot);
+  }
+
+  // The slots of a warp, then the warps in their order.
+#pragma unroll
+  for (int r = 0; r < kRows; r++)
+#pragma unroll
+    for (int k = 0; k < kVector; k++)
+#pragma unroll
+      for (int other = Tile::kLanes; other < 32; other *= 2) acc[r][k] += __shfl_xor_sync(0xffffffffu, acc[r][k], other);
+  R sum = state.sum;
+#pragma unroll
+  for (int other = 1; other < Tile::kRowLanes; other *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+  if (row_counts && row_lane == 0) shared.max[warp][row] = state.max, shared.sum[warp][row] = sum;
+  __syncthreads();
+#pragma unroll 1
+  for (int w = 0; w < Tile::kWarps; w++) {
+    if (warp == w && slot == 0) {
+#pragma unroll
+      for (int r = 0; r < kRows; r++) {
+        R top = shared.max[0][r];
+        for (int i = 1; i < Tile::kWarps; i++) top = larger_of(top, shared.max[i][r]);
+        const R factor = shrink_of(shared.max[w][r], top);
+#pragma unroll
+        for (int k = 0; k < kVector; k++) {
+          const R part = factor == R(0) ? R(0) : acc[r][k] * factor;
+          shared.out[r][lane_col + k] = w == 0 ? part : shared.out[r][lane_col + k] + part;
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+#pragma unroll 1
+  for (int r = warp; r < count; r += Tile::kWarps) {
+    R top = shared.max[0][r], total = 0;
+    for (int w = 1; w < Tile::kWarps; w++) top = larger_of(top, shared.max[w][r]);
+    for (int w = 0; w < Tile::kWarps; w++) total += shared.sum[w][r] * shrink_of(shared.max[w][r], top);
+    const int64_t out_head = head_of(r), out_query = query_of(r), out_row = (batch * p.num_heads + out_head) * p.seqlen_q + out_query;
+    if (plan.splits > 1) {
+      const int64_t at = out_row * plan.splits + split;
+      if (lane == 0 && piece == 0) ((R*)partial.max)[at] = top, ((R*)partial.sum)[at] = total;
+      for (int c = lane; c < Tile::kCols; c += 32)
+        if (piece * Tile::kCols + c < p.head_dim_v) ((R*)partial.out)[at * p.head_dim_v + piece * Tile::kCols + c] = shared.out[r][c];
+      continue;
+    }
+    const R factor = finish_row<R>(p, out_head, &top, &total);
+    if (lane == 0 && piece == 0) ((R*)p.lse)[out_row] = log_sum(top, total);
+    const Matrix<T> out = matrix<T>(p, p.out, batch, out_head);
+    for (int c = lane; c < Tile::kCols; c += 32) {
+      const int64_t col = piece * Tile::kCols + c;
+      if (col < p.head_dim_v) out.row(out_query)[col * out.col_stride] = from_real<T>(total == R(0) ? R(0) : shared.out[r][c] * factor);
+    }
+  }
+}
+
+constexpr int kMergeThreads = 128;
+
+// A block per row: the splits in their order.
+template <class T>
+__global__ void __launch_bounds__(kMergeThreads) decode_merge_kernel(AttentionParams p, int64_t splits, DecodeScratch partial) {
+  using R = Real<T>;
+  const int64_t row = blockIdx.x, query = row % p.seqlen_q, head = row / p.seqlen_q % p.num_heads, batch = row / p.seqlen_q / p.num_heads;
+  const R *const max = (const R*)partial.max + row * splits, *const sum = (const R*)partial.sum + row * splits;
+  const R* const out = (const R*)partial.out + row * splits * p.head_dim_v;
+  R top = max[0], total = 0;
+  for (int64_t s = 1; s < splits; s++) top = larger_of(top, max[s]);
+  for (int64_t s = 0; s < splits; s++) total += sum[s] * shrink_of(max[s], top);
+  const R all = top;
+  const R factor = finish_row<R>(p, head, &top, &total);
+  if (threadIdx.x == 0) ((R*)p.lse)[row] = log_sum(top, total);
+  const Matrix<T> to = matrix<T>(p, p.out, batch, head);
+  for (int64_t c = threadIdx.x; c < p.head_dim_v; c += kMergeThreads) {
+    R x = 0;
+    for (int64_t s = 0; s < splits; s++) {
+      const R shrink = shrink_of(max[s], all);
+      if (shrink != R(0)) x += out[s * p.head_dim_v + c] * shrink;
+    }
+    to.row(query)[c * to.col_stride] = from_real<T>(total == R(0) ? R(0) : x * factor);
+  }
+}
+
+constexpr int kAppendThreads = 128;
+
+// A block per (batch item, kv head, new key).
+template <class T>
+__global__ void __launch_bounds__(kAppendThreads) cache_append_kernel(CacheAppendParams p) {
+  const int64_t n = p.cache.num_new, index = int64_t(blockIdx.x) % n, head = int64_t(blockIdx.x) / n % p.num_heads_kv, batch = int64_t(blockIdx.x) / n / p.num_heads_kv;
+  const CacheItem item(p.cache, batch);
+  const int64_t key = item.before + index;
+  if (key >= item.length || !item.holds(int(key))) return;
+  const KeyPlace place(item, key);
+  if (place.page < 0) return;
+  const auto copy = [&](const TensorView& to, const TensorView& from, int64_t cols) {
+    const T* const source = (const T*)from.data + batch * from.batch_strides[0] + head * from.head_stride + index * from.row_stride;
+    T* const target = (T*)to.data + (item.pages ? place.page : batch) * to.batch_strides[0] + head * to.head_stride + place.row * to.row_stride;
+    const bool wide = to.col_stride == 1 && from.col_stride == 1 && (reinterpret_cast<uintptr_t>(source) | reinterpret_cast<uintptr_t>(target)) % 16 == 0;
+    const int64_t whole = wide ? cols / kVec<T> : 0;
+    for (int64_t c = threadIdx.x; c < whole; c += kAppendThreads) reinterpret_cast<uint4*>(target)[c] = reinterpret_cast<const uint4*>(source)[c];
+    for (int64_t c = whole * kVec<T> + threadIdx.x; c < cols; c += kAppendThreads) target[c * to.col_stride] = source[c * from.col_stride];
+  };
+  copy(p.key, p.new_key, p.head_dim);
+  copy(p.value, p.new_value, p.head_dim_v);
+}
+
+#if SIMT_EMULATED
+inline int multiprocessors() { return 8; }
+#else
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  return cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? count : 1;
+}
+#endif
+
+// The fewest lanes whose columns hold a row, at most a warp.
+template <class T>
+int decode_lanes(const AttentionParams& p) {
+  const int64_t cols = max_of(p.head_dim, p.head_dim_v);
+  return cols <= 8 * kVec<T> ? 8 : cols <= 16 * kVec<T> ? 16 : 32;
+}
+inline int decode_rows(const AttentionParams& p) {
+  const int64_t rows = p.num_heads / p.num_heads_kv * p.seqlen_q;
+  return rows == 1 ? 1 : rows <= 4 ? 4 : kDecodeMaxRows;
+}
+
+template <class T, int kLanes, int kRows>
+void launch_decode_tile(const AttentionDecodeParams& params, const DecodePlan& plan, const DecodeScratch& partial, Stream stream) {
+  using Tile = DecodeTile<T, kLanes, kRows>;
+  constexpr auto kernel = &attention_decode_kernel<Tile>;
+  SIMT_LAUNCH(kernel, unsigned(plan.blocks(params.attention)), Tile::kThreads, sizeof(DecodeShared<Tile>), stream, params, plan, partial);
+}
+template <class T, int kLanes>
+void launch_decode_lanes(const AttentionDecodeParams& params, const DecodePlan& plan, const DecodeScratch& partial, Stream stream) {
+  switch (decode_rows(params.attention)) {
+    case 1: return launch_decode_tile<T, kLanes, 1>(params, plan, partial, stream);
+    case 4: return launch_decode_tile<T, kLanes, 4>(params, plan, partial, stream);
+    default: return launch_decode_tile<T, kLanes, kDecodeMaxRows>(params, plan, partial, stream);
+  }
+}
+
+}  // namespace
+
+// Four blocks for each multiprocessor, shares of at least 256 slots, and of at most 8192: sums of more terms would lose precision.
+template <class T>
+DecodePlan decode_plan_of(const AttentionDecodeParams& params) {
+  const AttentionParams& p = params.attention;
+  const int64_t rows = p.num_heads / p.num_heads_kv * p.seqlen_q, tile = decode_rows(p), cols = decode_lanes<T>(p) * kVec<T>;
+  DecodePlan plan;
+  plan.tiles = (rows + tile - 1) / tile;
+  plan.pieces = max_of(int64_t(1), (p.head_dim_v + cols - 1) / cols);
+  plan.rows = p.batch * p.num_heads * p.seqlen_q;
+  const int64_t others = p.batch * p.num_heads_kv * plan.tiles * plan.pieces, slots = params.cache.slots;
+  plan.splits = max_of(int64_t(1), min_of((4 * multiprocessors() + others - 1) / others, (slots + 255) / 256));
+  plan.splits = max_of(plan.splits, (slots + 8191) / 8192);
+  return plan;
+}
+
+template <class T>
+void launch_decode(const AttentionDecodeParams& params, const DecodePlan& plan, void* memory, Stream stream) {
+  const AttentionParams& p = params.attention;
+  Scratch scratch(memory);
+  const DecodeScratch partial(p, plan, &scratch);
+  switch (decode_lanes<T>(p)) {
+    case 8: launch_decode_lanes<T, 8>(params, plan, partial, stream); break;
+    case 16: launch_decode_lanes<T, 16>(params, plan, partial, stream); break;
+    default: launch_decode_lanes<T, 32>(params, plan, partial, stream); break;
+  }
+  if (plan.splits > 1) SIMT_LAUNCH(decode_merge_kernel<T>, unsigned(plan.rows), kMergeThreads, 0, stream, p, plan.splits, partial);
+}
+
+template <class T>
+void launch_cache_append(const CacheAppendParams& p, Stream stream) {
+  SIMT_LAUNCH(cache_append_kernel<T>, unsigned(p.batch * p.num_heads_kv * p.cache.num_new), kAppendThreads, 0, stream, p);
+}
+
+}  // namespace cuda
+}  // namespace tiled_attention
