@@ -18,6 +18,7 @@ ops = torch.ops.tiled_attention
 cuda_path = path.with_name("_cuda.abi3.so")
 _OF_EACH_DEVICE = (
     *("attention_fwd", "attention", "attention_bwd", "attention_weights", "dropout_mask", "_mask_dense"),
+    *("additive_attention_fwd", "additive_attention", "additive_attention_bwd", "additive_attention_weights"),
     *("linear_attention_fwd", "linear_attention", "linear_attention_bwd", "linear_attention_step", "linear_attention_step_"),
 )
 
