@@ -18,6 +18,15 @@ class Backend {
   void attention_weights(const AttentionWeightsParams& params) const { run(table_.attention_weights_scratch, table_.attention_weights, params); }
   void attention_decode(const AttentionDecodeParams& params) const { run(table_.attention_decode_scratch, table_.attention_decode, params); }
   void cache_append(const CacheAppendParams& params) const { table_.cache_append(params, thread_pool()); }
+  void additive_attention_fwd(const AdditiveAttentionParams& params) const {
+    run(table_.additive_attention_fwd_scratch, table_.additive_attention_fwd, params);
+  }
+  void additive_attention_bwd(const AdditiveAttentionBackwardParams& params) const {
+    run(table_.additive_attention_bwd_scratch, table_.additive_attention_bwd, params);
+  }
+  void additive_attention_weights(const AdditiveAttentionWeightsParams& params) const {
+    run(table_.additive_attention_weights_scratch, table_.additive_attention_weights, params);
+  }
   void linear_fwd(const LinearAttentionParams& params) const { run(table_.linear_fwd_scratch, table_.linear_fwd, params); }
   void linear_bwd(const LinearAttentionBackwardParams& params) const { run(table_.linear_bwd_scratch, table_.linear_bwd, params); }
   void linear_step(const LinearAttentionParams& params) const { table_.linear_step(params, thread_pool()); }

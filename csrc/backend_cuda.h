@@ -22,6 +22,13 @@ class Backend {
   void attention_weights(const AttentionWeightsParams& params) const { run(cuda::attention_weights_scratch, cuda::attention_weights, params); }
   void attention_decode(const AttentionDecodeParams& params) const { run(cuda::attention_decode_scratch, cuda::attention_decode, params); }
   void cache_append(const CacheAppendParams& params) const { check(cuda::cache_append(params, stream_)); }
+  void additive_attention_fwd(const AdditiveAttentionParams& params) const { run(cuda::additive_attention_fwd_scratch, cuda::additive_attention_fwd, params); }
+  void additive_attention_bwd(const AdditiveAttentionBackwardParams& params) const {
+    run(cuda::additive_attention_bwd_scratch, cuda::additive_attention_bwd, params);
+  }
+  void additive_attention_weights(const AdditiveAttentionWeightsParams& params) const {
+    run(cuda::additive_attention_weights_scratch, cuda::additive_attention_weights, params);
+  }
   void linear_fwd(const LinearAttentionParams& params) const { run(cuda::linear_fwd_scratch, cuda::linear_fwd, params); }
   void linear_bwd(const LinearAttentionBackwardParams& params) const { run(cuda::linear_bwd_scratch, cuda::linear_bwd, params); }
   void linear_step(const LinearAttentionParams& params) const { check(cuda::linear_step(params, stream_)); }

@@ -68,6 +68,10 @@ bool in_forked_child() { return forked.load(std::memory_order_relaxed); }
   "Tensor? query_offset, Tensor? dropout_seed, float scale, float softcap, float dropout_p, SymInt[] intervals, " \
   "SymInt[] dropout_offsets"
 #define ATTENTION_ARGUMENTS "Tensor query, Tensor key, Tensor value, " MASKS_AND_SCORES("Tensor? sinks, ")
+#define ADDITIVE_MASKS                                                                                                      \
+  "Tensor score_weight, Tensor? mask, Tensor? key_lengths, Tensor? documents, Tensor? query_offset, Tensor? dropout_seed, " \
+  "float dropout_p, SymInt[] intervals, SymInt[] dropout_offsets"
+#define ADDITIVE_ARGUMENTS "Tensor query, Tensor key, Tensor value, " ADDITIVE_MASKS
 #define LINEAR_INPUTS "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? log_decay, "
 #define LINEAR_ARGUMENTS LINEAR_INPUTS "Tensor? initial_kv, Tensor? initial_k_sum, int query_map, int key_map, bool causal, bool normalize, float scale"
 
@@ -87,6 +91,12 @@ STABLE_TORCH_LIBRARY(tiled_attention, m) {
         "SymInt num_new, SymInt pinned) -> (Tensor out, Tensor lse)");
   m.def("cache_append_(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor new_key, Tensor new_value, Tensor cache_seqlens, "
         "Tensor? page_table, SymInt pinned) -> ()");
+  m.def("additive_attention_fwd(" ADDITIVE_ARGUMENTS ", bool with_residual) -> (Tensor out, Tensor lse, Tensor residual)");
+  m.def("additive_attention(" ADDITIVE_ARGUMENTS ", bool with_residual) -> (Tensor out, Tensor lse, Tensor residual)");
+  m.def("additive_attention_bwd(Tensor grad_out, Tensor? grad_lse, " ADDITIVE_ARGUMENTS
+        ", Tensor out, Tensor lse, Tensor residual, int gradients) -> (Tensor grad_query, Tensor grad_key, "
+        "Tensor grad_value, Tensor grad_score_weight)");
+  m.def("additive_attention_weights(Tensor query, Tensor key, " ADDITIVE_MASKS ", Tensor lse, Tensor? rows) -> Tensor");
   m.def("linear_attention_fwd(" LINEAR_ARGUMENTS ") -> (Tensor out, Tensor kv, Tensor k_sum)");
   m.def("linear_attention(" LINEAR_ARGUMENTS ") -> (Tensor out, Tensor kv, Tensor k_sum)");
   m.def("linear_attention_bwd(Tensor grad_out, Tensor? grad_kv, Tensor? grad_k_sum, " LINEAR_ARGUMENTS

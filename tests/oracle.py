@@ -120,7 +120,7 @@ class Expected:
     def limit(self, name: str, dot: bool) -> float:
         """How far the result may be from the exact one. `dot`: on the bfloat16 dot path, which rounds weights and score gradients."""
         exact, real = self.exact[name], real_dtype(self.case.dtype)
-        limit = _limit(name, exact, self.own[name], self.case.dtype, self.stored.get(name, self.case.dtype), dot)
+        limit = limit_of(name, exact, self.own[name], self.case.dtype, self.stored.get(name, self.case.dtype), dot)
         if name not in ("out", "lse"):
             # Weights come again from lse: its rounding (at ordinary scores, below 16) and that of the exponential are theirs.
             limit += (0.5 * ulp(min(largest(self.exact["lse"]), 15.0), real) + torch.finfo(real).eps) * largest(exact)
@@ -148,7 +148,7 @@ def expected(case: Case) -> Expected:
     return Expected(case, exact, own, _single_key_terms(x, grad_out), stored, grad_out, grad_lse, kept)
 
 
-def _limit(name: str, exact: Tensor, own: float, dtype: torch.dtype, stored: torch.dtype, dot: bool) -> float:
+def limit_of(name: str, exact: Tensor, own: float, dtype: torch.dtype, stored: torch.dtype, dot: bool) -> float:
     """How far one case may be off.
 
     The contract allows twice the error of PyTorch's math path and one ulp of the largest element. That is asked of many seeds together, in

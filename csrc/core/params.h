@@ -85,6 +85,27 @@ struct AttentionWeightsParams {
   TensorView weights;    // Real
 };
 
+// Additive attention: the score is score_weight . tanh(q + k), with the masks and the dropout of exact attention (scale is 1, softcap 0, no bias,
+// no slopes, no sinks).
+struct AdditiveAttentionParams {
+  AttentionParams attention;
+  const void* score_weight = nullptr;  // Real [head_dim], or [num_heads][head_dim]
+  int64_t weight_head_stride = 0;      // 0: all heads share one
+};
+
+struct AdditiveAttentionBackwardParams {
+  AttentionBackwardParams attention;
+  const void* score_weight = nullptr;
+  int64_t weight_head_stride = 0;
+  void* grad_score_weight = nullptr;  // Real, laid out like score_weight; may be null
+};
+
+struct AdditiveAttentionWeightsParams {
+  AttentionWeightsParams attention;
+  const void* score_weight = nullptr;
+  int64_t weight_head_stride = 0;
+};
+
 // What a linear attention feature map does to each element.
 enum class FeatureMap : int32_t { kIdentity, kEluPlusOne, kRelu, kExp };
 

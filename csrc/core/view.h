@@ -31,5 +31,11 @@ HOST_DEVICE Matrix<T> matrix(const Params& p, const TensorView& view, int64_t ba
   return {(T*)view.data + batch_offset(p, view, batch) + head * view.head_stride, view.row_stride, view.col_stride};
 }
 
+// score_weight of one head.
+template <class Real, class Params>
+HOST_DEVICE const Real* weight_of(const Params& p, int64_t head) {
+  return (const Real*)p.score_weight + head * p.weight_head_stride;
+}
+
 }  // namespace KERNEL_ISA
 }  // namespace tiled_attention

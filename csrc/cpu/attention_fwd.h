@@ -399,7 +399,10 @@ struct Forward {
       const Real scale = empty ? Real(1) : inverse[i % kN] * keep;
       store_row(row, int(p.head_dim_v), scale, out.row(query), out.col_stride);
       if constexpr (sizeof(T) == 2)
-        if (p.residual.data) store_residual(row, scale, matrix<T>(p, p.residual, batch, head), query);
+        if (p.residual.data) {
+          const Matrix<T> residual = matrix<T>(p, p.residual, batch, head);
+          store_residual(row, int(p.head_dim_v), scale, residual.row(query), residual.col_stride);
+        }
     }
   }
 
@@ -413,18 +416,6 @@ struct Forward {
       const D x = multiply_add(top, D(kLn2), log2(sum) * D(kLn2));
       for (int i = 0; i < D::kLanes; i++) lse[k + i] = Real(x.v[i]);
     }
-  }
-
-  // What rounding to T took from row * scale.
-  void store_residual(Real* row, Real scale, const Matrix<T>& residual, int64_t query) const {
-    for (int d = 0; d < p.head_dim_v; d += V::kLanes) {
-      T rounded[V::kLanes];
-      const V x = V::load(row + d) * V(scale);
-      store_converted(x, rounded);
-      const V rest = x - load_converted(rounded);
-      V(rest.v == rest.v ? rest.v : V(Real(0)).v).store(row + d);  // inf - inf
-    }
-    store_row(row, int(p.head_dim_v), Real(1), residual.row(query), residual.col_stride);
   }
 };
 

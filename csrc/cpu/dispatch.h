@@ -32,6 +32,15 @@ auto with_kernel(const Params& params, const AttentionParams& p, const ThreadPoo
     return f(Kernel<T, Unit, false>(params, pool));
   });
 }
+// The same for kernels whose products are all computed in float or double.
+template <template <class, class, bool> class Kernel, class Params, class F>
+auto with_real_kernel(const Params& params, const AttentionParams& p, const ThreadPool& pool, const F& f) {
+  return dispatch(p.dtype, [&](auto element, auto) {
+    using T = decltype(element);
+    if (p.dropout.p > 0) return f(Kernel<T, ComputeType<T>, true>(params, pool));
+    return f(Kernel<T, ComputeType<T>, false>(params, pool));
+  });
+}
 constexpr auto scratch_bytes = [](const auto& kernel) { return kernel.scratch_bytes(); };
 
 }  // namespace KERNEL_ISA

@@ -15,6 +15,12 @@ void attention_weights(const AttentionWeightsParams&, const ThreadPool&, void* s
 size_t attention_decode_scratch(const AttentionDecodeParams&, const ThreadPool&);
 void attention_decode(const AttentionDecodeParams&, const ThreadPool&, void* scratch);
 void cache_append(const CacheAppendParams&, const ThreadPool&);
+size_t additive_attention_fwd_scratch(const AdditiveAttentionParams&, const ThreadPool&);
+void additive_attention_fwd(const AdditiveAttentionParams&, const ThreadPool&, void* scratch);
+size_t additive_attention_bwd_scratch(const AdditiveAttentionBackwardParams&, const ThreadPool&);
+void additive_attention_bwd(const AdditiveAttentionBackwardParams&, const ThreadPool&, void* scratch);
+size_t additive_attention_weights_scratch(const AdditiveAttentionWeightsParams&, const ThreadPool&);
+void additive_attention_weights(const AdditiveAttentionWeightsParams&, const ThreadPool&, void* scratch);
 size_t linear_fwd_scratch(const LinearAttentionParams&, const ThreadPool&);
 void linear_fwd(const LinearAttentionParams&, const ThreadPool&, void* scratch);
 size_t linear_bwd_scratch(const LinearAttentionBackwardParams&, const ThreadPool&);

@@ -190,5 +190,19 @@ ALWAYS_INLINE void store_row(const Real* src, int cols, Real scale, T* dst, int6
   }
 }
 
+// What rounding to T took from src[i] * scale; src is overwritten.
+template <class T, class Real>
+void store_residual(Real* src, int cols, Real scale, T* dst, int64_t col_stride) {
+  using V = NativeVec<Real>;
+  for (int d = 0; d < cols; d += V::kLanes) {
+    T rounded[V::kLanes];
+    const V x = V::load(src + d) * V(scale);
+    store_converted(x, rounded);
+    const V rest = x - load_converted(rounded);
+    V(rest.v == rest.v ? rest.v : V(Real(0)).v).store(src + d);  // inf - inf
+  }
+  store_row(src, cols, Real(1), dst, col_stride);
+}
+
 }  // namespace KERNEL_ISA
 }  // namespace tiled_attention

@@ -11,18 +11,18 @@ namespace {
 
 enum class Gradient { kQuery, kKey, kValue };
 
-template <class Tile, Gradient kOf>
-constexpr int kBackwardBytes = kPairBytes<PairTiles<Tile, kOf != Gradient::kQuery>, Tile> + Tile::kValues * int(sizeof(typename Tile::Real));
+template <class Tile, Gradient kOf, class Product>
+constexpr int kBackwardBytes = kPairBytes<PairTiles<Tile, kOf != Gradient::kQuery, Product>, Tile> + Tile::kValues * int(sizeof(typename Tile::Real));
 
-template <class Tile, Gradient kOf>
+template <class Tile, Gradient kOf, class Product>
 __global__ void __launch_bounds__(Tile::kThreads, 2)
-    attention_fma_bwd_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats) {
+    attention_fma_bwd_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats, Product product) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;
   constexpr bool kKeyRows = kOf != Gradient::kQuery;
   constexpr PairValue kWanted = kOf == Gradient::kValue ? PairValue::kWeight : PairValue::kGradProduct;
   constexpr int kVector = Tile::kVector;
-  using Pairs = PairTiles<Tile, kKeyRows>;
+  using Pairs = PairTiles<Tile, kKeyRows, Product>;
   SIMT_DYNAMIC_SHARED(shared);
   simt::Carver carve{shared};
   Real* const left = carve.template take<Real>(Tile::kLeft);
@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   Real* const values = carve.template take<Real>(Tile::kValues);
   uint8_t* const kept = carve.template take<uint8_t>(Pairs::Kept::kBytes);
   Pairs* const shared_pairs = carve.template take<Pairs>(1);
+  unsigned char* const product_memory = carve.template take<unsigned char>(Product::template kBytes<Tile>);
 
   const AttentionParams& p = params.forward;
   const Place at;
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
       const bool edge = pairs.edge(bounds, first_query, first_key);
       __syncthreads();  // all have left the tiles of the step before
       stage<Tile::kCols, Tile::kOut, Tile::kOutStride, Tile::kThreads>(values, summed, first_col, cols, RowRange{first, seqlen_of_columns});
-      pairs.template compute<kWanted>(first_query, first_key, edge, left, right, kept, at);
+      pairs.template compute<kWanted>(first_query, first_key, edge, left, right, kept, at, product, product_memory);
       __syncwarp();
       const int count = int(min_of(int64_t(Tile::kCols), (seqlen_of_columns - first + kVector - 1) / kVector * kVector));
       if (edge) add_weighted<Tile, true>(result, right, values, count, at);
@@ -87,24 +88,27 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   }
 }
 
-template <class Tile, Gradient kOf>
-void launch_fma_gradient(const AttentionBackwardParams& params, const RowTable& table, const RowStats<typename Tile::Real>& stats, Stream stream) {
+template <class Tile, Gradient kOf, class Product>
+void launch_fma_gradient(const AttentionBackwardParams& params, const RowTable& table, const RowStats<typename Tile::Real>& stats, const Product& product,
+                         Stream stream) {
   const AttentionParams& p = params.forward;
   const bool of_queries = kOf == Gradient::kQuery;
   const int64_t cols = kOf == Gradient::kValue ? p.head_dim_v : p.head_dim, rows = of_queries ? p.seqlen_q : p.seqlen_kv;
   const int64_t pieces = (cols + Tile::kOut - 1) / Tile::kOut, tiles = (rows + Tile::kRows - 1) / Tile::kRows;
   const int64_t blocks = pieces * tiles * p.batch * (of_queries ? p.num_heads : p.num_heads_kv);
   if (blocks == 0) return;
-  SIMT_LAUNCH((attention_fma_bwd_kernel<Tile, kOf>), unsigned(blocks), Tile::kThreads, (kBackwardBytes<Tile, kOf>), stream, params, table, stats);
+  SIMT_LAUNCH((attention_fma_bwd_kernel<Tile, kOf, Product>), unsigned(blocks), Tile::kThreads, (kBackwardBytes<Tile, kOf, Product>), stream, params, table,
+              stats, product);
 }
 
-template <class T, Gradient kOf>
-void launch_fma_gradient_of(const AttentionBackwardParams& params, int64_t cols, const RowTable& table, const RowStats<Real<T>>& stats, Stream stream) {
+template <class T, Gradient kOf, class Product>
+void launch_fma_gradient_of(const AttentionBackwardParams& params, int64_t cols, const RowTable& table, const RowStats<Real<T>>& stats,
+                            const Product& product, Stream stream) {
   constexpr int kOut = sizeof(T) == 8 ? 64 : 128;
   if constexpr (sizeof(T) > 2) {
-    if (cols <= kOut / 2) return launch_fma_gradient<FmaTile<T, kOut / 2>, kOf>(params, table, stats, stream);
+    if (cols <= kOut / 2) return launch_fma_gradient<FmaTile<T, kOut / 2>, kOf>(params, table, stats, product, stream);
   }
-  launch_fma_gradient<FmaTile<T, kOut>, kOf>(params, table, stats, stream);
+  launch_fma_gradient<FmaTile<T, kOut>, kOf>(params, table, stats, product, stream);
 }
 
 }  // namespace
@@ -123,11 +127,11 @@ void launch_attention_fma_bwd(const AttentionBackwardParams& params, void* memor
   request.num_rows = p.seqlen_q;
   request.grad_out = params.grad_out, request.grad_lse = params.grad_lse;
   request.sink_sums = parts.sink_sums, request.row_sums = parts.row_sums;
-  launch_fma_stats<T>(request, table, stats, stream);
+  launch_fma_stats<T>(request, table, stats, DotProduct(), stream);
 
-  if (params.grad_query.data) launch_fma_gradient_of<T, Gradient::kQuery>(params, p.head_dim, table, stats, stream);
-  if (params.grad_key.data) launch_fma_gradient_of<T, Gradient::kKey>(params, p.head_dim, table, stats, stream);
-  if (params.grad_value.data) launch_fma_gradient_of<T, Gradient::kValue>(params, p.head_dim_v, table, stats, stream);
+  if (params.grad_query.data) launch_fma_gradient_of<T, Gradient::kQuery>(params, p.head_dim, table, stats, DotProduct(), stream);
+  if (params.grad_key.data) launch_fma_gradient_of<T, Gradient::kKey>(params, p.head_dim, table, stats, DotProduct(), stream);
+  if (params.grad_value.data) launch_fma_gradient_of<T, Gradient::kValue>(params, p.head_dim_v, table, stats, DotProduct(), stream);
   launch_fma_pair_grads<T>(params, parts, stats, stream);
 }
 

@@ -30,12 +30,12 @@ struct ForwardHead {
 
 template <class Tile>
 using ForwardKept = KeptTile<Tile::kRows, Tile::kCols>;
-template <class Tile>
-constexpr int kForwardBytes = Tile::kScoreBytes + (Tile::kValues + SoftmaxRows<Tile>::kElements) * int(sizeof(typename Tile::Real)) +
+template <class Tile, class Product>
+constexpr int kForwardBytes = Product::template kBytes<Tile> + Tile::kScoreBytes + (Tile::kValues + SoftmaxRows<Tile>::kElements) * int(sizeof(typename Tile::Real)) +
                               ForwardKept<Tile>::kBytes + int(sizeof(ForwardHead<Tile>));
 
-template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 2) attention_fma_fwd_kernel(AttentionParams p, RowTable table) {
+template <class Tile, class Product>
+__global__ void __launch_bounds__(Tile::kThreads, 2) attention_fma_fwd_kernel(AttentionParams p, RowTable table, Product product) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;
   constexpr int kVector = Tile::kVector;
@@ -47,6 +47,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) attention_fma_fwd_kernel(At
   Real* const state = carve.template take<Real>(SoftmaxRows<Tile>::kElements);
   uint8_t* const kept_bytes = carve.template take<uint8_t>(ForwardKept<Tile>::kBytes);
   ForwardHead<Tile>* const shared_head = carve.template take<ForwardHead<Tile>>(1);
+  unsigned char* const product_memory = carve.template take<unsigned char>(Product::template kBytes<Tile>);
 
   const Place at;
   // Late query tiles see most keys where the mask is causal: they start first.
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) attention_fma_fwd_kernel(At
     stage<Tile::kCols, Tile::kOut, Tile::kOutStride, Tile::kThreads>(values, of.value, first_col, p.head_dim_v, key_rows);
     const auto kept = ForwardKept<Tile>::template draw<Tile::kThreads>(of.dropout, query_rows.first, key_rows.first, kept_bytes);
     typename Tile::Scores scores;
-    row_products<Tile>(scores, of.query, query_rows, of.key, key_rows, p.head_dim, queries_stay, queries, keys, at);
+    product.template add<Tile>(scores, head, of.query, query_rows, of.key, key_rows, p.head_dim, queries_stay, queries, keys, product_memory, at);
     queries_stay = p.head_dim <= Tile::kDepth;
 
     __syncthreads();  // all have left the keys; values and dropout are there
@@ -132,11 +133,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) attention_fma_fwd_kernel(At
   }
 }
 
-template <class T, int kOut>
-void launch_fma_fwd(const AttentionParams& p, const RowTable& table, Stream stream) {
+template <class T, int kOut, class Product>
+void launch_fma_fwd(const AttentionParams& p, const RowTable& table, const Product& product, Stream stream) {
   using Tile = FmaTile<T, kOut>;
   const int64_t pieces = max_of(int64_t(1), (p.head_dim_v + kOut - 1) / kOut), tiles = (p.seqlen_q + Tile::kRows - 1) / Tile::kRows;
-  SIMT_LAUNCH(attention_fma_fwd_kernel<Tile>, unsigned(pieces * tiles * p.batch * p.num_heads), Tile::kThreads, kForwardBytes<Tile>, stream, p, table);
+  SIMT_LAUNCH((attention_fma_fwd_kernel<Tile, Product>), unsigned(pieces * tiles * p.batch * p.num_heads), Tile::kThreads, (kForwardBytes<Tile, Product>), stream,
+              p, table, product);
 }
 
 }  // namespace
@@ -145,15 +147,20 @@ void launch_fma_fwd(const AttentionParams& p, const RowTable& table, Stream stre
 template <class T>
 constexpr int kFmaOut = sizeof(T) == 8 ? 64 : 128;
 
-template <class T>
-void launch_attention_fma_fwd(const AttentionParams& p, void* memory, Stream stream) {
+template <class T, class Product>
+void launch_fma_fwd(const AttentionParams& p, const Product& product, void* memory, Stream stream) {
   Scratch scratch(memory);
   const RowTable table = take_row_table(p, &scratch, false);
   fill_row_table(p, table, stream);
   if constexpr (sizeof(T) > 2) {
-    if (p.head_dim_v <= kFmaOut<T> / 2) return launch_fma_fwd<T, kFmaOut<T> / 2>(p, table, stream);
+    if (p.head_dim_v <= kFmaOut<T> / 2) return launch_fma_fwd<T, kFmaOut<T> / 2>(p, table, product, stream);
   }
-  launch_fma_fwd<T, kFmaOut<T>>(p, table, stream);
+  launch_fma_fwd<T, kFmaOut<T>>(p, table, product, stream);
+}
+
+template <class T>
+void launch_attention_fma_fwd(const AttentionParams& p, void* memory, Stream stream) {
+  launch_fma_fwd<T>(p, DotProduct(), memory, stream);
 }
 
 }  // namespace cuda

@@ -11,11 +11,12 @@ namespace {
 enum class PairValue { kWeight, kGradProduct, kGradScore };
 
 // In shared memory: one query head and the keys and values that it reads. Rows of a tile are queries, or keys.
-template <class Tile, bool kKeyRows>
+template <class Tile, bool kKeyRows, class Product = DotProduct>
 struct PairTiles {
   using T = typename Tile::T;
   using Real = typename Tile::Real;
   static constexpr int kQueries = kKeyRows ? Tile::kCols : Tile::kRows, kKeys = kKeyRows ? Tile::kRows : Tile::kCols;
+  static constexpr int kProductBytes = Product::template kBytes<Tile>;
   using Kept = KeptTile<kQueries, kKeys>;
 
   Rows<const T> query, key, value, grad_out;
@@ -24,6 +25,7 @@ struct PairTiles {
   int64_t head_dim, head_dim_v, seqlen_q, seqlen_kv;
   const Real *shift, *lse, *delta;  // [seqlen_q]
   Real keep;
+  int64_t head;
 
   SIMT_DEVICE PairTiles(const AttentionBackwardParams& params, const RowTable& table, const RowStats<Real>& stats, int64_t batch, int64_t head)
       : pairs(params.forward, table, batch, head), dropout(params.forward.dropout, batch, head) {
@@ -33,7 +35,7 @@ struct PairTiles {
     key = rows_of<const T>(p, p.key, batch, kv_head), value = rows_of<const T>(p, p.value, batch, kv_head);
     head_dim = p.head_dim, head_dim_v = p.head_dim_v, seqlen_q = p.seqlen_q, seqlen_kv = p.seqlen_kv;
     shift = stats.shift + first, lse = stats.lse + first, delta = stats.delta + first;
-    keep = Real(dropout.inverse_keep);
+    keep = Real(dropout.inverse_keep), this->head = head;
   }
 
   // Whether some pair of the tile is hidden or beyond the queries; pairs beyond the keys are hidden.
@@ -44,12 +46,14 @@ struct PairTiles {
   // The tile in `right`, hidden_weight() where hidden; each half warp may read its rows after a barrier of the warp. `left`, `right` and
   // `kept_bytes` are free for all threads, and what the caller has staged before is there afterwards.
   template <PairValue kWanted>
-  SIMT_DEVICE void compute(int64_t first_query, int64_t first_key, bool edge, Real* left, Real* right, uint8_t* kept_bytes, Place at) const {
+  SIMT_DEVICE void compute(int64_t first_query, int64_t first_key, bool edge, Real* left, Real* right, uint8_t* kept_bytes, Place at,
+                           const Product& product = Product(), unsigned char* product_memory = nullptr) const {
     const RowRange query_rows{first_query, seqlen_q}, key_rows{first_key, seqlen_kv};
     const RowRange left_rows = kKeyRows ? key_rows : query_rows, right_rows = kKeyRows ? query_rows : key_rows;
     const Kept kept = Kept::template draw<Tile::kThreads>(dropout, first_query, first_key, kept_bytes);
     typename Tile::Scores scores;
-    row_products<Tile>(scores, kKeyRows ? key : query, left_rows, kKeyRows ? query : key, right_rows, head_dim, false, left, right, at);
+    product.template add<Tile>(scores, head, kKeyRows ? key : query, left_rows, kKeyRows ? query : key, right_rows, head_dim, false, left, right,
+                               product_memory, at);
     __syncthreads();
     if constexpr (kWanted == PairValue::kWeight) {
       put_scores<Tile>(right, scores, at);
@@ -110,7 +114,7 @@ struct PairTiles {
 };
 
 template <class Pairs, class Tile>
-constexpr int kPairBytes = Tile::kScoreBytes + Pairs::Kept::kBytes + int(sizeof(Pairs));
+constexpr int kPairBytes = Pairs::kProductBytes + Tile::kScoreBytes + Pairs::Kept::kBytes + int(sizeof(Pairs));
 
 }  // namespace
 }  // namespace cuda

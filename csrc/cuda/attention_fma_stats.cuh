@@ -36,11 +36,12 @@ SIMT_DEVICE bool is_coarse(Real<T> lse) {
   return (lse > limit || lse < -limit) && is_finite(lse);
 }
 
-template <class Tile>
-constexpr int kStatsBytes = Tile::kScoreBytes + (SoftmaxRows<Tile>::kElements + 2 * Tile::kRows) * int(sizeof(typename Tile::Real));
+template <class Tile, class Product>
+constexpr int kStatsBytes = Product::template kBytes<Tile> + Tile::kScoreBytes + (SoftmaxRows<Tile>::kElements + 2 * Tile::kRows) * int(sizeof(typename Tile::Real));
 
-template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 3) attention_fma_stats_kernel(StatsParams params, RowTable table, RowStats<typename Tile::Real> stats) {
+template <class Tile, class Product>
+__global__ void __launch_bounds__(Tile::kThreads, 3)
+    attention_fma_stats_kernel(StatsParams params, RowTable table, RowStats<typename Tile::Real> stats, Product product) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;
   SIMT_DYNAMIC_SHARED(shared);
@@ -50,6 +51,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 3) attention_fma_stats_kernel(
   Real* const state = carve.template take<Real>(SoftmaxRows<Tile>::kElements);
   Real* const shift = carve.template take<Real>(Tile::kRows);
   Real* const rest = carve.template take<Real>(Tile::kRows);
+  unsigned char* const product_memory = carve.template take<unsigned char>(Product::template kBytes<Tile>);
 
   const AttentionParams& p = params.forward;
   const Place at;
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 3) attention_fma_stats_kernel(
       const RowRange key_rows{first_key, p.seqlen_kv};
       typename Tile::Scores scores;
       __syncthreads();
-      row_products<Tile>(scores, query, query_rows, key, key_rows, p.head_dim, false, queries, keys, at);
+      product.template add<Tile>(scores, head, query, query_rows, key, key_rows, p.head_dim, false, queries, keys, product_memory, at);
       __syncthreads();
       put_scores<Tile>(keys, scores, at);
 #pragma unroll 1
@@ -148,12 +150,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 3) attention_fma_stats_kernel(
   }
 }
 
-template <class T>
-void launch_fma_stats(const StatsParams& params, const RowTable& table, const RowStats<Real<T>>& stats, Stream stream) {
+template <class T, class Product>
+void launch_fma_stats(const StatsParams& params, const RowTable& table, const RowStats<Real<T>>& stats, const Product& product, Stream stream) {
   using Tile = FmaTile<T, 64>;
   const int64_t tiles = (params.num_rows + Tile::kRows - 1) / Tile::kRows;
-  SIMT_LAUNCH(attention_fma_stats_kernel<Tile>, unsigned(tiles * params.forward.batch * params.forward.num_heads), Tile::kThreads, kStatsBytes<Tile>, stream,
-              params, table, stats);
+  SIMT_LAUNCH((attention_fma_stats_kernel<Tile, Product>), unsigned(tiles * params.forward.batch * params.forward.num_heads), Tile::kThreads,
+              (kStatsBytes<Tile, Product>), stream, params, table, stats, product);
 }
 
 }  // namespace

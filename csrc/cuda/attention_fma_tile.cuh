@@ -127,6 +127,18 @@ SIMT_DEVICE void row_products(typename Tile::Scores& scores, const Rows<const ty
   }
 }
 
+// What scores are made of, one of the template arguments of the kernels: here query . key. `memory`: kBytes of shared memory that stay its own.
+struct DotProduct {
+  template <class Tile>
+  static constexpr int kBytes = 0;
+  template <class Tile, class LeftRow, class RightRow>
+  SIMT_DEVICE void add(typename Tile::Scores& scores, int64_t /*head*/, const Rows<const typename Tile::T>& left, const LeftRow& left_row,
+                       const Rows<const typename Tile::T>& right, const RightRow& right_row, int64_t dim, bool left_stays, typename Tile::Real* left_tile,
+                       typename Tile::Real* right_tile, unsigned char* /*memory*/, Place at) const {
+    row_products<Tile>(scores, left, left_row, right, right_row, dim, left_stays, left_tile, right_tile, at);
+  }
+};
+
 // The weight of a hidden pair is -0, which no visible one is: products then leave out what it would multiply, be it NaN.
 template <class Real>
 SIMT_DEVICE Real hidden_weight() {

@@ -23,14 +23,16 @@ struct WeightsScratch {
 
 namespace {
 
-template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads) attention_weights_kernel(AttentionWeightsParams params, RowTable table, RowStats<typename Tile::Real> stats) {
+template <class Tile, class Product>
+__global__ void __launch_bounds__(Tile::kThreads)
+    attention_weights_kernel(AttentionWeightsParams params, RowTable table, RowStats<typename Tile::Real> stats, Product product) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;
   SIMT_DYNAMIC_SHARED(shared);
   simt::Carver carve{shared};
   Real* const queries = carve.template take<Real>(Tile::kLeft);
   Real* const keys = carve.template take<Real>(Tile::kRight);
+  unsigned char* const product_memory = carve.template take<unsigned char>(Product::template kBytes<Tile>);
 
   const AttentionParams& p = params.forward;
   const Place at;
@@ -55,7 +57,7 @@ __global__ void __launch_bounds__(Tile::kThreads) attention_weights_kernel(Atten
     const int64_t first_row = (batch * p.num_heads + head) * params.num_rows + query_rows.first;
     typename Tile::Scores scores;
     __syncthreads();
-    row_products<Tile>(scores, query, query_rows, key, key_rows, p.head_dim, false, queries, keys, at);
+    product.template add<Tile>(scores, head, query, query_rows, key, key_rows, p.head_dim, false, queries, keys, product_memory, at);
     __syncthreads();
     put_scores<Tile>(keys, scores, at);
 #pragma unroll 1
@@ -95,8 +97,8 @@ __global__ void __launch_bounds__(Tile::kThreads) attention_weights_kernel(Atten
 
 }  // namespace
 
-template <class T>
-void launch_attention_weights(const AttentionWeightsParams& params, void* memory, Stream stream) {
+template <class T, class Product>
+void launch_weights(const AttentionWeightsParams& params, const Product& product, void* memory, Stream stream) {
   using Tile = FmaTile<T, 64>;
   const AttentionParams& p = params.forward;
   Scratch scratch(memory);
@@ -107,10 +109,15 @@ void launch_attention_weights(const AttentionWeightsParams& params, void* memory
   request.forward = p;
   request.rows = params.rows, request.num_rows = params.num_rows;
   request.unknown_sinks = true;
-  launch_fma_stats<T>(request, parts.table, stats, stream);
+  launch_fma_stats<T>(request, parts.table, stats, product, stream);
   const int64_t key_tiles = (p.seqlen_kv + Tile::kCols - 1) / Tile::kCols, row_tiles = (params.num_rows + Tile::kRows - 1) / Tile::kRows;
-  SIMT_LAUNCH(attention_weights_kernel<Tile>, unsigned(key_tiles * row_tiles * p.batch * (params.average ? 1 : p.num_heads)), Tile::kThreads, Tile::kScoreBytes,
-              stream, params, parts.table, stats);
+  SIMT_LAUNCH((attention_weights_kernel<Tile, Product>), unsigned(key_tiles * row_tiles * p.batch * (params.average ? 1 : p.num_heads)), Tile::kThreads,
+              (Tile::kScoreBytes + Product::template kBytes<Tile>), stream, params, parts.table, stats, product);
+}
+
+template <class T>
+void launch_attention_weights(const AttentionWeightsParams& params, void* memory, Stream stream) {
+  launch_weights<T>(params, DotProduct(), memory, stream);
 }
 
 }  // namespace cuda

@@ -87,6 +87,13 @@ SIMT_DEVICE float lg2(float x) {
   return y;
 }
 
+// 1 / x within one unit of the last place; 0 where that is below the normal numbers.
+SIMT_DEVICE float rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 SIMT_DEVICE float to_float(bf16 h) { return __uint_as_float((uint32_t)h.u << 16); }
 SIMT_DEVICE float to_float(f16 h) {
   float f;

@@ -21,6 +21,12 @@ const char* attention_weights(const AttentionWeightsParams&, void* scratch, Stre
 size_t attention_decode_scratch(const AttentionDecodeParams&);
 const char* attention_decode(const AttentionDecodeParams&, void* scratch, Stream);
 const char* cache_append(const CacheAppendParams&, Stream);
+size_t additive_attention_fwd_scratch(const AdditiveAttentionParams&);
+const char* additive_attention_fwd(const AdditiveAttentionParams&, void* scratch, Stream);
+size_t additive_attention_bwd_scratch(const AdditiveAttentionBackwardParams&);
+const char* additive_attention_bwd(const AdditiveAttentionBackwardParams&, void* scratch, Stream);
+size_t additive_attention_weights_scratch(const AdditiveAttentionWeightsParams&);
+const char* additive_attention_weights(const AdditiveAttentionWeightsParams&, void* scratch, Stream);
 size_t linear_fwd_scratch(const LinearAttentionParams&);
 const char* linear_fwd(const LinearAttentionParams&, void* scratch, Stream);
 size_t linear_bwd_scratch(const LinearAttentionBackwardParams&);

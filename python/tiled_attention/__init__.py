@@ -1,6 +1,8 @@
 """Attention operators for PyTorch with exact gradients: `import tiled_attention as ta`."""
 
 from . import numpy_reference, reference
+from .additive_attention import additive_attention, additive_attention_weights
+from .additive_module import AdditiveAttention
 from .attention import attention, dropout_mask, merge_attention
 from .attention_decode import attention_decode
 from .convert import convert
@@ -22,6 +24,7 @@ from .sdpa import scaled_dot_product_attention
 from .weights import attention_weights
 
 __all__ = [
+    "AdditiveAttention",
     "Causal",
     "Chunked",
     "Documents",
@@ -42,6 +45,8 @@ __all__ = [
     "SinusoidalEmbedding",
     "SlidingWindow",
     "alibi_slopes",
+    "additive_attention",
+    "additive_attention_weights",
     "attention",
     "attention_decode",
     "attention_weights",

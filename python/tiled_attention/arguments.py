@@ -45,6 +45,32 @@ class Gradients(NamedTuple):
     sinks: Tensor | None
 
 
+class AdditiveArguments(NamedTuple):
+    """The arguments of `additive_attention_fwd`, `additive_attention` and `additive_attention_bwd` in schema order."""
+
+    query: Tensor  # (..., num_heads, seqlen_q, head_dim)
+    key: Tensor  # (..., num_heads_kv, seqlen_kv, head_dim)
+    value: Any  # Tensor (..., num_heads_kv, seqlen_kv, head_dim_v), or None where only scores count
+    score_weight: Tensor  # Real (head_dim,) or (num_heads, head_dim)
+    mask: Tensor | None  # bool, broadcastable to (..., num_heads, seqlen_q, seqlen_kv)
+    key_lengths: Tensor | None  # int64 (batch,)
+    documents: Tensor | None  # int64 (num_documents + 1,)
+    query_offset: Tensor | None  # int64 (batch,), replaces intervals[0]
+    dropout_seed: Tensor | None  # int64 ()
+    dropout_p: float
+    intervals: Sequence[int]  # as in Arguments
+    dropout_offsets: Sequence[int]
+
+
+class AdditiveGradients(NamedTuple):
+    """The results of `additive_attention_bwd`, and tangents of its namesakes."""
+
+    query: Tensor | None
+    key: Tensor | None
+    value: Tensor | None
+    score_weight: Tensor | None
+
+
 class LinearArguments(NamedTuple):
     """The arguments of `linear_attention_fwd`, `linear_attention` and `linear_attention_bwd` in schema order."""
 
@@ -73,8 +99,9 @@ class LinearGradients(NamedTuple):
     initial_k_sum: Tensor | None
 
 
-# Of all operators: the leading arguments that are tensors, and the places of those that are differentiable, in the order of the gradients.
-TENSORS = {Arguments: 11, LinearArguments: 7}
+# Of all operators: the leading arguments that are tensors, and (but for additive attention, where they are the first four) the places of
+# those that are differentiable, in the order of the gradients.
+TENSORS = {Arguments: 11, AdditiveArguments: 9, LinearArguments: 7}
 POSITIONS = (0, 1, 2, 4, 5, 6)
 
 

@@ -58,6 +58,8 @@ def take(tensor: Tensor, index: Index) -> Tensor:
 class Problem:
     """The sizes of one call, and the walk over its blocks; rows are the outer loop."""
 
+    pair_elements = 1  # of the largest tensor of a block, per pair
+
     def __init__(self, args: Arguments, chosen: Tensor | None = None, seqlen_q: int | None = None) -> None:
         """`chosen`: the row indices that query, lse, mask and bias hold, out of `seqlen_q`; None: all."""
         query, key = args.query, args.key
@@ -119,7 +121,7 @@ class Problem:
 
     def cuts(self) -> Iterator[Cut]:
         sizes = (*self.leading, self.num_heads_kv, self.seqlen_q)
-        budget = max(1, BLOCK_ELEMENTS // max(1, self.group * self.seqlen_kv))
+        budget = max(1, BLOCK_ELEMENTS // max(1, self.group * self.seqlen_kv * self.pair_elements))
         spans: list[list[slice]] = []
         for size in reversed(sizes):
             step = max(1, min(size, budget))
@@ -145,11 +147,11 @@ class Scores:
         index = problem.index(cut)
         keys = torch.arange(problem.seqlen_kv, device=args.query.device)
         positions = index + (problem.shift if args.query_offset is None else problem.per_item(args.query_offset, cut))
-        visible = self._visible(index, positions, keys)
+        visible = self.visible = self._visible(index, positions, keys)
         self.distance = (positions - keys).abs()
 
         # Scores, and their slope in scale q . k.
-        raw = dot(self.query, self.key) * args.scale
+        raw = self._raw()
         self.tanh: Any = None  # with softcap alone, as its slope
         self.slope: Any = None
         score = raw
@@ -174,6 +176,10 @@ class Scores:
             lse = problem.rows(lse[..., None], cut)
             self.weight = (masked - torch.where(lse == -math.inf, 0.0, lse)).exp()
         self.factor = self._dropout() if args.dropout_p > 0 else None
+
+    def _raw(self) -> Tensor:
+        """What softcap and bias act on."""
+        return dot(self.query, self.key) * self.problem.args.scale
 
     def _visible(self, index: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
         args, problem = self.problem.args, self.problem

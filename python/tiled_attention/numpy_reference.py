@@ -89,6 +89,27 @@ def attention_decode(
     return np.array(outs)
 
 
+def additive_attention(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike, score_weight: ArrayLike, mask: ArrayLike | None = None
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """softmax(sum_d score_weight_d tanh(query_id + key_jd)) value, over the visible keys (Bahdanau et al., 2015, appendix A.1.2).
+
+    Args:
+        query: (..., seqlen_q, head_dim). key: (..., seqlen_kv, head_dim). value: (..., seqlen_kv, head_dim_v).
+        score_weight: (head_dim,), or (num_heads, head_dim) where the third dimension from the end of query is that of heads.
+        mask: bool, broadcastable to (..., seqlen_q, seqlen_kv), True = attend.
+
+    Returns:
+        out (..., seqlen_q, head_dim_v) and the weights (..., seqlen_q, seqlen_kv); both 0 where a query sees no key.
+    """
+    query, key, value, score_weight = (np.asarray(x, dtype=np.float64) for x in (query, key, value, score_weight))
+    if score_weight.ndim == 2:
+        score_weight = score_weight[:, None, None, :]
+    scores = (score_weight * np.tanh(query[..., :, None, :] + key[..., None, :, :])).sum(axis=-1)
+    weights = softmax_rows(scores if mask is None else np.where(np.asarray(mask, dtype=bool), scores, -np.inf))
+    return weights @ value, weights
+
+
 def multi_head_attention(
     query: ArrayLike,
     key: ArrayLike,

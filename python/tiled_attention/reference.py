@@ -171,6 +171,54 @@ def _distance(seqlen_q: int, seqlen_kv: int, query_offset: int | Tensor | None, 
     return (torch.arange(seqlen_q, device=device)[:, None] + offset - torch.arange(seqlen_kv, device=device)).abs()
 
 
+def additive_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_weight: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    dropout_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    query_offset: int | Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` with the score sum_d score_weight_d tanh(query_id + key_jd) (Bahdanau et al., 2015); score_weight (head_dim,) or
+    (num_heads, head_dim). Memory is O(seqlen_q x seqlen_kv x head_dim)."""
+    score = _additive_score(query, key, score_weight, mask, query_offset)
+    options: dict[str, Any] = {"dropout_mask": dropout_mask, "dropout_p": dropout_p, "query_offset": query_offset, "return_lse": return_lse}
+    return attention(query[..., :0], key[..., :0], value, mask=mask, bias=score, **options)
+
+
+def additive_attention_weights(
+    query: Tensor,
+    key: Tensor,
+    score_weight: Tensor,
+    *,
+    rows: Tensor | None = None,
+    mask: Mask | Tensor | None = None,
+    dropout_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    query_offset: int | Tensor | None = None,
+) -> Tensor:
+    """What `additive_attention` multiplies value with."""
+    score = _additive_score(query, key, score_weight, mask, query_offset)
+    options: dict[str, Any] = {"dropout_mask": dropout_mask, "dropout_p": dropout_p, "query_offset": query_offset, "rows": rows}
+    return attention_weights(query[..., :0], key[..., :0], mask=mask, bias=score, **options)
+
+
+def _additive_score(query: Tensor, key: Tensor, score_weight: Tensor, mask: Mask | Tensor | None, query_offset: Any) -> Tensor:
+    """0 in hidden pairs."""
+    real = torch.promote_types(query.dtype, torch.float32)
+    pairs = query.to(real)[..., :, None, :] + _per_query_head(key, query).to(real)[..., None, :, :]
+    if isinstance(mask, Mask):
+        mask = mask.dense(query.shape[-2], key.shape[-2], query_offset=query_offset, device=query.device)
+    if mask is not None:
+        pairs = torch.where(mask[..., None], pairs, 0.0)
+    weight = score_weight.to(real) if score_weight.dim() == 1 else score_weight.to(real)[:, None, None, :]
+    return (torch.tanh(pairs) * weight).sum(-1)
+
+
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) over both key sets: lse = log(exp(lse_a) + exp(lse_b)), out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.
 

@@ -51,7 +51,7 @@ def attention_weights(
     """
     args = prepare(query, key, None, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset, rotary)
     if rows is not None:
-        rows = _check_rows(rows, args.query)
+        rows = check_rows(rows, args.query)
     without_value = args._replace(value=args.key[..., :0], dropout_seed=None, dropout_p=0.0)
     _, lse = forward(without_value)
     return weights_of(args, lse, rows=rows)
@@ -78,7 +78,7 @@ def attention_with_weights(
     mask, bias, scale, softcap, alibi_slopes, sinks, rotary = values
     args = prepare(query, key, value, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset, rotary)
     if rows is not None:
-        rows = _check_rows(rows, args.query)
+        rows = check_rows(rows, args.query)
     out, lse = forward(args)
     return out, weights_of(args, lse, rows=rows, average=average)
 
@@ -92,7 +92,7 @@ def weights_of(args: Arguments, lse: Tensor, *, rows: Tensor | None = None, aver
     return weights.squeeze(-3) if average else weights
 
 
-def _check_rows(rows: Any, query: Tensor) -> Tensor:
+def check_rows(rows: Any, query: Tensor) -> Tensor:
     if not isinstance(rows, Tensor) or rows.dtype.is_floating_point or rows.dtype in (torch.bool, torch.complex64, torch.complex128):
         came = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
         raise TypeError(f"rows must be an integer tensor (num_rows,), got {came}")

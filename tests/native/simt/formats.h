@@ -59,5 +59,6 @@ template <class T> inline uint32_t pack2(float lo, float hi) { return from_float
 inline float flush(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
 inline float ex2(float x) { return flush(std::exp2(flush(x))); }
 inline float lg2(float x) { return std::log2(flush(x)); }
+inline float rcp(float x) { return flush(1 / flush(x)); }
 
 }  // namespace simt

@@ -1,0 +1,242 @@
+#pragma once
+// Additive attention: the kernels of exact attention without tensor cores on other scores, and the gradients that those do not have. A block of
+// additive_gradient_kernel owns 64 queries or 64 keys and kOut columns, computes gradients of scores G tile by tile and adds up
+//
+//   grad_query_id = w_d sum_j G_ij (1 - t_ijd^2)   grad_key_jd = w_d sum_i G_ij (1 - t_ijd^2)   grad_w_d = sum_ij G_ij t_ijd
+//
+// with t = 1 - 1/P, 1 - t^2 = (1/P) (2 - 1/P), four 1/P from one reciprocal. Blocks of queries write their share of grad_w, which a second kernel
+// adds in one order.
+
+#include "additive_attention_launch.h"
+#include "additive_product.cuh"
+#include "attention_fma_bwd.cuh"
+#include "attention_fma_fwd.cuh"
+#include "attention_weights.cuh"
+
+namespace tiled_attention {
+namespace cuda {
+
+namespace {
+
+template <class Tile, bool kKeyRows>
+constexpr int kAdditiveGradientBytes = kPairBytes<PairTiles<Tile, kKeyRows, AdditiveProduct<typename Tile::Real>>, Tile> +
+                                       Tile::kValues * int(sizeof(typename Tile::Real));
+
+// kKeyRows: grad_key of a tile of keys, over the queries of all heads that read it; otherwise grad_query and the share of grad_score_weight.
+template <class Tile, bool kKeyRows>
+__global__ void __launch_bounds__(Tile::kThreads, 2)
+    additive_gradient_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats, AdditiveProduct<typename Tile::Real> product,
+                             double* weight_parts) {
+  using T = typename Tile::T;
+  using Real = typename Tile::Real;
+  using Product = AdditiveProduct<Real>;
+  using Pairs = PairTiles<Tile, kKeyRows, Product>;
+  constexpr int kVector = Tile::kVector, kRowsOf = Tile::kThreadRows;
+  static_assert(Tile::kThreadOut == kQuad && Tile::kRows == kAdditiveRows, "a thread owns one quad of columns in each of its rows");
+  SIMT_DYNAMIC_SHARED(shared);
+  simt::Carver carve{shared};
+  Real* const left = carve.template take<Real>(Tile::kLeft);
+  Real* const right = carve.template take<Real>(Tile::kRight);
+  Real* const columns = carve.template take<Real>(Tile::kValues);
+  uint8_t* const kept = carve.template take<uint8_t>(Pairs::Kept::kBytes);
+  Pairs* const shared_pairs = carve.template take<Pairs>(1);
+  unsigned char* const product_memory = carve.template take<unsigned char>(Pairs::kProductBytes);
+
+  const AttentionParams& p = params.forward;
+  const Place at;
+  const int64_t group = p.num_heads / p.num_heads_kv, heads = kKeyRows ? p.num_heads_kv : p.num_heads;
+  const int64_t cols = p.head_dim, seqlen = kKeyRows ? p.seqlen_kv : p.seqlen_q;
+  const int64_t pieces = (cols + Tile::kOut - 1) / Tile::kOut, tiles = (seqlen + Tile::kRows - 1) / Tile::kRows;
+  const int64_t first_col = int64_t(blockIdx.x) % pieces * Tile::kOut, block = int64_t(blockIdx.x) / pieces, item = block / tiles;
+  const int64_t tile_of_rows = kKeyRows ? block % tiles : tiles - 1 - block % tiles;
+  const int64_t first_row = tile_of_rows * Tile::kRows, batch = item / heads, head = item % heads;
+  const auto column = [&](int c) { return first_col + kVector * (at.x + 16 * (c / kVector)) + c % kVector; };
+
+  // Exponentials of the rows of the block; -1 where out of range.
+  const Rows<const T> own = rows_of<const T>(p, kKeyRows ? p.key : p.query, batch, head);
+  Real exponential[kRowsOf][kQuad], sum[kRowsOf][kQuad];
+  double of_weight[kQuad] = {0, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < kRowsOf; i++)
+#pragma unroll
+    for (int c = 0; c < kQuad; c++) {
+      const int64_t row = first_row + at.y + 8 * i;
+      const Real x = row < seqlen && column(c) < cols ? to_real(*own.at(row, column(c))) : Real(0);
+      exponential[i][c] = in_range(x) ? exp(x + x) : Real(-1);
+      sum[i][c] = 0;
+    }
+
+#pragma unroll 1
+  for (int64_t query_head = kKeyRows ? head * group : head; query_head < (kKeyRows ? (head + 1) * group : head + 1); query_head++) {
+    const Pairs& pairs = in_shared(shared_pairs, params, table, stats, batch, query_head);
+    const Rows<const T>& other = kKeyRows ? pairs.query : pairs.key;
+    const int64_t seqlen_of_columns = kKeyRows ? p.seqlen_q : p.seqlen_kv;
+    Real weight[kQuad];
+#pragma unroll
+    for (int c = 0; c < kQuad; c++) weight[c] = column(c) < cols ? product.weights[query_head * product.head_stride + column(c)] : Real(0);
+    RowBounds bounds;
+    if constexpr (!kKeyRows) bounds = table.bounds_of(batch, first_row, Pairs::kQueries);
+#pragma unroll 1
+    for (int64_t first = 0; first < seqlen_of_columns; first += Tile::kCols) {
+      const int64_t first_query = kKeyRows ? first : first_row, first_key = kKeyRows ? first_row : first;
+      if constexpr (kKeyRows) bounds = table.bounds_of(batch, first_query, Pairs::kQueries);
+      if (!bounds.sees(first_key, first_key + Pairs::kKeys)) continue;
+      const bool edge = pairs.edge(bounds, first_query, first_key);
+      __syncthreads();  // all have left the tiles of the step before
+      stage_exponentials<Tile::kCols, Tile::kOut, Tile::kOutStride, Tile::kThreads, true>(columns, other, first_col, cols, RowRange{first, seqlen_of_columns},
+                                                                                          Real(-1), [](int, bool) {});
+      pairs.template compute<PairValue::kGradScore>(first_query, first_key, edge, left, right, kept, at, product, product_memory);
+      __syncwarp();
+
+      Real of_tile[kQuad] = {0, 0, 0, 0};
+      const int count = int(min_of(int64_t(Tile::kCols), seqlen_of_columns - first));
+#pragma unroll 1
+      for (int j = 0; j < count; j++) {
+        Real e[kQuad];
+#pragma unroll
+        for (int c = 0; c < kQuad; c += kVector) {
+          const Vec16<Real> part = *reinterpret_cast<const Vec16<Real>*>(columns + j * Tile::kOutStride + kVector * at.x + 16 * c);
+#pragma unroll
+          for (int k = 0; k < kVector; k++) e[c + k] = part.x[k];
+        }
+        const bool missing = e[0] < 0 || e[1] < 0 || e[2] < 0 || e[3] < 0;
+#pragma unroll
+        for (int i = 0; i < kRowsOf; i++) {
+          const Real grad = right[(at.y + 8 * i) * Tile::kStride + j];
+          const Real(&own_e)[kQuad] = exponential[i];
+          Real t[kQuad], curve[kQuad];
+          if (missing || own_e[0] < 0 || own_e[1] < 0 || own_e[2] < 0 || own_e[3] < 0) {
+            if (is_hidden(grad)) continue;
+#pragma unroll
+            for (int c = 0; c < kQuad; c++) {
+              const int64_t row = first_row + at.y + 8 * i;
+              const bool exists = row < seqlen && column(c) < cols;
+              t[c] = exists ? tanh(to_real(*own.at(row, column(c))) + to_real(*other.at(first + j, column(c)))) : Real(0);
+              curve[c] = Real(1) - t[c] * t[c];
+            }
+          } else {
+            Real q[kQuad];
+#pragma unroll
+            for (int c = 0; c < kQuad; c++) q[c] = half_denominator(own_e[c], e[c]);
+            const Real low = q[0] * q[1], high = q[2] * q[3], inverse = reciprocal(low * high);
+            const Real inverse_low = high * inverse, inverse_high = low * inverse;
+            const Real r[kQuad] = {q[1] * inverse_low, q[0] * inverse_low, q[3] * inverse_high, q[2] * inverse_high};
+#pragma unroll
+            for (int c = 0; c < kQuad; c++) t[c] = Real(1) - r[c], curve[c] = r[c] * (Real(1) + t[c]);
+          }
+#pragma unroll
+          for (int c = 0; c < kQuad; c++) {
+            sum[i][c] = multiply_add(grad * weight[c], curve[c], sum[i][c]);
+            if constexpr (!kKeyRows) of_tile[c] = multiply_add(grad, t[c], of_tile[c]);
+          }
+        }
+      }
+      if constexpr (!kKeyRows) {
+#pragma unroll
+        for (int c = 0; c < kQuad; c++) of_weight[c] += double(of_tile[c]);
+      }
+    }
+  }
+
+  const TensorView& view = kKeyRows ? params.grad_key : params.grad_query;
+  if (view.data) {
+    const Rows<T> to = rows_of<T>(p, view, batch, head);
+#pragma unroll
+    for (int i = 0; i < kRowsOf; i++) {
+      const int64_t row = first_row + at.y + 8 * i;
+      if (row >= seqlen) continue;
+#pragma unroll
+      for (int c = 0; c < kQuad; c += kVector) {
+        Real part[kVector];
+#pragma unroll
+        for (int k = 0; k < kVector; k++) part[k] = sum[i][c + k];
+        if (column(c) < cols) store_part<T, kVector>(to, row, column(c), cols, part);
+      }
+    }
+  }
+  if constexpr (!kKeyRows) {
+    if (!weight_parts) return;
+    // The eight threads of a column, in order.
+    double* const shares = (double*)left;  // [8][kOut]
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < kQuad; c++) shares[at.y * Tile::kOut + int(column(c) - first_col)] = of_weight[c];
+    __syncthreads();
+    const int64_t col = first_col + threadIdx.x;
+    if (int(threadIdx.x) >= Tile::kOut || col >= cols) return;
+    double total = 0;
+#pragma unroll 1
+    for (int y = 0; y < 8; y++) total += shares[y * Tile::kOut + threadIdx.x];
+    weight_parts[(item * tiles + tile_of_rows) * cols + col] = total;
+  }
+}
+
+constexpr int kWeightThreads = 128;
+
+// grad_score_weight [head_dim] or [num_heads][head_dim]: a thread per element adds its parts up.
+template <class Real>
+__global__ void __launch_bounds__(kWeightThreads) additive_weight_kernel(const double* parts, int64_t batch, int64_t num_heads, int64_t tiles, int64_t head_dim,
+                                                                         bool per_head, Real* grad) {
+  const int64_t index = int64_t(blockIdx.x) * kWeightThreads + threadIdx.x;
+  if (index >= (per_head ? num_heads : 1) * head_dim) return;
+  const int64_t first = per_head ? index / head_dim : 0, last = per_head ? first + 1 : num_heads;
+  double sum = 0;
+  for (int64_t b = 0; b < batch; b++)
+    for (int64_t head = first; head < last; head++)
+      for (int64_t tile = 0; tile < tiles; tile++) sum += parts[((b * num_heads + head) * tiles + tile) * head_dim + index % head_dim];
+  grad[index] = Real(sum);
+}
+
+template <class T, bool kKeyRows>
+void launch_additive_gradient(const AttentionBackwardParams& params, const RowTable& table, const RowStats<Real<T>>& stats,
+                              const AdditiveProduct<Real<T>>& product, double* weight_parts, Stream stream) {
+  using Tile = FmaTile<T, 64>;
+  const AttentionParams& p = params.forward;
+  const int64_t rows = kKeyRows ? p.seqlen_kv : p.seqlen_q, pieces = (p.head_dim + Tile::kOut - 1) / Tile::kOut;
+  const int64_t blocks = pieces * ((rows + Tile::kRows - 1) / Tile::kRows) * p.batch * (kKeyRows ? p.num_heads_kv : p.num_heads);
+  if (blocks == 0) return;
+  SIMT_LAUNCH((additive_gradient_kernel<Tile, kKeyRows>), unsigned(blocks), Tile::kThreads, (kAdditiveGradientBytes<Tile, kKeyRows>), stream, params, table,
+              stats, product, weight_parts);
+}
+
+}  // namespace
+
+template <class T>
+void launch_additive_fwd(const AdditiveAttentionParams& params, void* memory, Stream stream) {
+  launch_fma_fwd<T>(params.attention, AdditiveProduct<Real<T>>{(const Real<T>*)params.score_weight, params.weight_head_stride}, memory, stream);
+}
+
+template <class T>
+void launch_additive_weights(const AdditiveAttentionWeightsParams& params, void* memory, Stream stream) {
+  launch_weights<T>(params.attention, AdditiveProduct<Real<T>>{(const Real<T>*)params.score_weight, params.weight_head_stride}, memory, stream);
+}
+
+template <class T>
+void launch_additive_bwd(const AdditiveAttentionBackwardParams& additive, void* memory, Stream stream) {
+  const AttentionBackwardParams& params = additive.attention;
+  const AttentionParams& p = params.forward;
+  Scratch scratch(memory);
+  const AdditiveBackwardScratch parts(additive, &scratch);
+  const RowTable& table = parts.attention.table;
+  fill_row_table(p, table, stream);
+  const AdditiveProduct<Real<T>> product{(const Real<T>*)additive.score_weight, additive.weight_head_stride};
+  const RowStats<Real<T>> stats{(Real<T>*)parts.attention.shift, (Real<T>*)parts.attention.lse, (Real<T>*)parts.attention.delta};
+  StatsParams request;
+  request.forward = p;
+  request.num_rows = p.seqlen_q;
+  request.grad_out = params.grad_out, request.grad_lse = params.grad_lse;
+  launch_fma_stats<T>(request, table, stats, product, stream);
+
+  if (params.grad_query.data || parts.weight_parts)
+    launch_additive_gradient<T, false>(params, table, stats, product, parts.weight_parts, stream);
+  if (params.grad_key.data) launch_additive_gradient<T, true>(params, table, stats, product, nullptr, stream);
+  if (params.grad_value.data) launch_fma_gradient_of<T, Gradient::kValue>(params, p.head_dim_v, table, stats, product, stream);
+  if (!additive.grad_score_weight || p.head_dim == 0) return;
+  const bool per_head = additive.weight_head_stride != 0;
+  const int64_t count = (per_head ? p.num_heads : 1) * p.head_dim;
+  SIMT_LAUNCH(additive_weight_kernel<Real<T>>, blocks_of(count, kWeightThreads), kWeightThreads, 0, stream, parts.weight_parts, p.batch, p.num_heads,
+              (p.seqlen_q + kAdditiveRows - 1) / kAdditiveRows, p.head_dim, per_head, (Real<T>*)additive.grad_score_weight);
+}
+
+}  // namespace cuda
+}  // namespace tiled_attention

@@ -1,0 +1,7 @@
+#include "../additive_attention.cuh"
+
+namespace tiled_attention {
+namespace cuda {
+template void launch_additive_fwd<f16>(const AdditiveAttentionParams&, void*, Stream);
+}  // namespace cuda
+}  // namespace tiled_attention
