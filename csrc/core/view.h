@@ -29,5 +29,10 @@ HOST_DEVICE Matrix<T> matrix(const Params& p, const TensorView& view, int64_t ba
   return {(T*)view.data + batch_offset(p, view, batch) + head * view.head_stride, view.row_stride, view.col_stride};
 }
 
+// Where a head begins in lse and in what is laid out like it.
+HOST_DEVICE int64_t lse_offset(const AttentionParams& p, int64_t batch, int64_t head) {
+  return p.lse_head_stride != 0 ? head * p.lse_head_stride : (batch * p.num_heads + head) * p.seqlen_q;
+}
+
 }  // namespace KERNEL_ISA
 }  // namespace tiled_attention

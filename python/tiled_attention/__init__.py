@@ -2,6 +2,7 @@
 
 from . import numpy_reference, reference
 from .attention import attention, dropout_mask, merge_attention
+from .attention_varlen import attention_varlen
 from .convert import convert
 from .favor import FavorFeatures
 from .linear_attention import LinearState, linear_attention, linear_attention_step
@@ -26,6 +27,7 @@ __all__ = [
     "Sinks",
     "SlidingWindow",
     "attention",
+    "attention_varlen",
     "attention_weights",
     "convert",
     "dropout_mask",
