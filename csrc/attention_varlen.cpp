@@ -107,8 +107,8 @@ void check_varlen(VarlenArguments* args, AttentionParams* params) {
   params->seqlen_q = args->max_seqlen_q, params->seqlen_kv = args->max_seqlen_kv;
   params->cu_seqlens_q = check_offsets(&args->cu_seqlens_q, params->batch, params->total_q, params->seqlen_q, "total_q", "max_seqlen_q");
   params->cu_seqlens_kv = check_offsets(&args->cu_seqlens_kv, params->batch, params->total_kv, params->seqlen_kv, "total_kv", "max_seqlen_kv");
-  // Longer than the tensor is no sequence.
-  params->seqlen_q = std::min(params->seqlen_q, params->total_q), params->seqlen_kv = std::min(params->seqlen_kv, params->total_kv);
+  // Longer than the tensor is no sequence; grids of keys are not to be empty.
+  params->seqlen_q = std::min(params->seqlen_q, params->total_q), params->seqlen_kv = std::max(int64_t(1), std::min(params->seqlen_kv, params->total_kv));
   params->lse_head_stride = params->total_q;
 
   const int32_t real = real_dtype(query.dtype);
