@@ -147,8 +147,6 @@ def test_key_lengths_are_one_per_sequence():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("packing", ["no queries or no keys", "around tiles", "long and short"])
 def test_a_sequence_has_the_bits_it_has_alone(packing, dtype):
-    if torch.ops.tiled_attention._isa() == "emulated":
-        pytest.skip("rows of one tile may be of several heads on the CPU alone")
     x = Packed(PACKINGS[packing], dtype, head_dim=20, head_dim_v=12, slopes=True, sinks=True)
     options = dict(mask=STREAMING, softcap=3.0)
     got = x.run(**options)
@@ -259,7 +257,7 @@ def test_numpy():
 DERIVED = {
     "plain": dict(),
     "causal": dict(mask=ta.Causal()),
-    "lengths": dict(mask=ta.KeyLengths(torch.tensor([2, 1, 3])) & ta.SlidingWindow(1, 1)),
+    "lengths": dict(mask=ta.KeyLengths(torch.tensor([1, 1, 1])) & ta.SlidingWindow(1, 1)),
     "softcap, dropout": dict(softcap=2.0, scale=0.8, dropout_p=0.3),
 }
 
@@ -269,20 +267,20 @@ def derived(options: dict, names: tuple[str, ...] = (), seeds: bool = True):
         if seeds:
             torch.manual_seed(1)
         given = dict(zip(names, others, strict=True))
-        return ta.attention_varlen(query, key, value, offsets([2, 0, 3]), offsets([3, 2, 3]), 3, 3, return_lse=True, **options, **given)
+        return ta.attention_varlen(query, key, value, offsets([2, 0, 1]), offsets([1, 1, 2]), 2, 2, return_lse=True, **options, **given)
 
     return run
 
 
 def leaves(*extra: tuple[int, ...]) -> list[Tensor]:
-    return [torch.randn(shape, dtype=F64).requires_grad_() for shape in ((5, 2, 3), (8, 1, 3), (8, 1, 2), *extra)]
+    return [torch.randn(shape, dtype=F64).requires_grad_() for shape in ((3, 2, 2), (4, 1, 2), (4, 1, 2), *extra)]
 
 
 @pytest.mark.parametrize("options", DERIVED)
 def test_gradcheck(options):
     run, inputs = derived(DERIVED[options], ("alibi_slopes", "sinks")), leaves((2,), (2,))
     assert gradcheck(run, inputs, check_forward_ad=True, check_batched_grad=True)
-    assert gradgradcheck(run, inputs)
+    assert gradgradcheck(run, inputs, fast_mode=options != "causal")
 
 
 def test_func_transforms():
