@@ -1,6 +1,6 @@
 """Measures the numbers that the operators are to reach, and says for each whether it does.
 
-    python benchmarks/run.py [attention | linear | lsh] [--only NAME ...] [--json FILE] [--threads 2] [--rounds 30] [--seconds 10]
+    python benchmarks/run.py [attention | linear | decode | ...] [--only NAME ...] [--json FILE] [--threads 2] [--rounds 30] [--seconds 10]
 
 Both sides alternate in one process; times are medians. A result is checked before it is timed. The exit code is 1 when a result was wrong
 and 0 otherwise, whatever the times are.
@@ -21,6 +21,7 @@ import linear
 import lsh
 import torch
 import torch.nn.functional as F
+import varlen
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -36,7 +37,7 @@ from tiled_attention.testing import Case, largest
 
 WIDTH = 150
 # Operators beside exact attention: modules with CLAIMS of their own.
-PARTS = {"linear": linear, "decode": decode, "lsh": lsh}
+PARTS = {"linear": linear, "decode": decode, "lsh": lsh, "varlen": varlen}
 # A result further away than this share of its largest element is wrong; accuracy itself is what the tests and `compare` look at.
 WRONG = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 

@@ -3,6 +3,7 @@
 
 #include <limits>
 
+#include "cpu/attention_varlen.h"
 #include "cpu/kernels.h"
 #include "tensor.h"
 #include "threads.h"
@@ -15,6 +16,11 @@ class Backend {
 
   void attention_fwd(const AttentionParams& params) const { run(table_.attention_fwd_scratch, table_.attention_fwd, params); }
   void attention_bwd(const AttentionBackwardParams& params) const { run(table_.attention_bwd_scratch, table_.attention_bwd, params); }
+  // Packed sequences.
+  void attention_varlen_fwd(const AttentionParams& params) const { run_packed(PackedAttention(table_, params, nullptr, thread_pool())); }
+  void attention_varlen_bwd(const AttentionBackwardParams& params) const {
+    run_packed(PackedAttention(table_, params.forward, &params, thread_pool()));
+  }
   void attention_weights(const AttentionWeightsParams& params) const { run(table_.attention_weights_scratch, table_.attention_weights, params); }
   void attention_decode(const AttentionDecodeParams& params) const { run(table_.attention_decode_scratch, table_.attention_decode, params); }
   void cache_append(const CacheAppendParams& params) const { table_.cache_append(params, thread_pool()); }
@@ -48,6 +54,11 @@ class Backend {
   }
 
  private:
+  static void run_packed(const PackedAttention& packed) {
+    const Scratch scratch(packed.scratch_bytes(), 64, 0);
+    packed.run(scratch.data());
+  }
+
   template <class Params>
   void run(size_t (*scratch_bytes)(const Params&, const ThreadPool&), void (*kernel)(const Params&, const ThreadPool&, void*), const Params& params) const {
     const ThreadPool pool = thread_pool();

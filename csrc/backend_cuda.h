@@ -19,6 +19,9 @@ class Backend {
 
   void attention_fwd(const AttentionParams& params) const { run(cuda::attention_fwd_scratch, cuda::attention_fwd, params); }
   void attention_bwd(const AttentionBackwardParams& params) const { run(cuda::attention_bwd_scratch, cuda::attention_bwd, params); }
+  // Packed sequences: the same kernels.
+  void attention_varlen_fwd(const AttentionParams& params) const { attention_fwd(params); }
+  void attention_varlen_bwd(const AttentionBackwardParams& params) const { attention_bwd(params); }
   void attention_weights(const AttentionWeightsParams& params) const { run(cuda::attention_weights_scratch, cuda::attention_weights, params); }
   void attention_decode(const AttentionDecodeParams& params) const { run(cuda::attention_decode_scratch, cuda::attention_decode, params); }
   void cache_append(const CacheAppendParams& params) const { check(cuda::cache_append(params, stream_)); }

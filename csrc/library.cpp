@@ -72,6 +72,11 @@ bool in_forked_child() { return forked.load(std::memory_order_relaxed); }
   "Tensor score_weight, Tensor? mask, Tensor? key_lengths, Tensor? documents, Tensor? query_offset, Tensor? dropout_seed, " \
   "float dropout_p, SymInt[] intervals, SymInt[] dropout_offsets"
 #define ADDITIVE_ARGUMENTS "Tensor query, Tensor key, Tensor value, " ADDITIVE_MASKS
+// key_lengths and query_offset hold one number per sequence.
+#define VARLEN_ARGUMENTS                                                                                                   \
+  "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_kv, Tensor? alibi_slopes, "             \
+  "Tensor? sinks, Tensor? key_lengths, Tensor? documents, Tensor? query_offset, Tensor? dropout_seed, "                   \
+  "SymInt max_seqlen_q, SymInt max_seqlen_kv, float scale, float softcap, float dropout_p, SymInt[] intervals, SymInt[] dropout_offsets"
 #define LINEAR_INPUTS "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? log_decay, "
 #define LINEAR_ARGUMENTS LINEAR_INPUTS "Tensor? initial_kv, Tensor? initial_k_sum, int query_map, int key_map, bool causal, bool normalize, float scale"
 
@@ -97,6 +102,11 @@ STABLE_TORCH_LIBRARY(tiled_attention, m) {
         ", Tensor out, Tensor lse, Tensor residual, int gradients) -> (Tensor grad_query, Tensor grad_key, "
         "Tensor grad_value, Tensor grad_score_weight)");
   m.def("additive_attention_weights(Tensor query, Tensor key, " ADDITIVE_MASKS ", Tensor lse, Tensor? rows) -> Tensor");
+  m.def("attention_varlen_fwd(" VARLEN_ARGUMENTS ", bool with_residual) -> (Tensor out, Tensor lse, Tensor residual)");
+  m.def("attention_varlen(" VARLEN_ARGUMENTS ", bool with_residual) -> (Tensor out, Tensor lse, Tensor residual)");
+  m.def("attention_varlen_bwd(Tensor grad_out, Tensor? grad_lse, " VARLEN_ARGUMENTS
+        ", Tensor out, Tensor lse, Tensor residual, int gradients) -> (Tensor grad_query, Tensor grad_key, "
+        "Tensor grad_value, Tensor grad_alibi_slopes, Tensor grad_sinks)");
   m.def("linear_attention_fwd(" LINEAR_ARGUMENTS ") -> (Tensor out, Tensor kv, Tensor k_sum)");
   m.def("linear_attention(" LINEAR_ARGUMENTS ") -> (Tensor out, Tensor kv, Tensor k_sum)");
   m.def("linear_attention_bwd(Tensor grad_out, Tensor? grad_kv, Tensor? grad_k_sum, " LINEAR_ARGUMENTS

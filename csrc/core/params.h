@@ -53,6 +53,11 @@ struct AttentionParams {
   int num_batch_dims = 0;
   int64_t batch_sizes[kMaxBatchDims] = {};  // their product is `batch`
   int64_t batch = 1, num_heads = 0, num_heads_kv = 0, seqlen_q = 0, seqlen_kv = 0, head_dim = 0, head_dim_v = 0;
+  // Packed sequences: item b is the rows [cu_seqlens_q[b], cu_seqlens_q[b + 1]) of query and of what is like it, and as much of key and value by
+  // cu_seqlens_kv; no batch dimensions, and seqlen_q and seqlen_kv are the most that an item may have. Null: not packed. See core/packed.h.
+  const int64_t *cu_seqlens_q = nullptr, *cu_seqlens_kv = nullptr;  // [batch + 1]
+  int64_t total_q = 0, total_kv = 0;                                // rows of query, and of key
+  int64_t lse_head_stride = 0;  // of lse and what is laid out like it, [num_heads][total_q]; 0: not packed
   double scale = 1;    // multiplies q . k
   double softcap = 0;  // 0: none
   MaskParams mask;
@@ -64,7 +69,7 @@ struct AttentionParams {
   const void* sinks = nullptr;         // Real [num_heads], may be null
   TensorView out;              // dtype
   TensorView residual;         // dtype 16 bit only: what rounding took from out; may be absent
-  void* lse = nullptr;         // Real [batch][num_heads][seqlen_q], natural log; may be null in forward
+  void* lse = nullptr;         // Real [batch][num_heads][seqlen_q] or by lse_head_stride, natural log; may be null in forward
 };
 
 struct AttentionBackwardParams {
@@ -74,6 +79,7 @@ struct AttentionBackwardParams {
   TensorView grad_query, grad_key, grad_value;  // dtype; absent ones are not computed
   TensorView grad_bias;             // Real, contiguous, summed over what it broadcasts along (strides 0) or is the same at; may be absent
   void *grad_alibi_slopes = nullptr, *grad_sinks = nullptr;  // Real [num_heads], may be null
+  int64_t plan_heads = 0;  // KV heads of the call that this one is a part of, which decide how queries are cut; 0: all of its own
 };
 
 // Weights of chosen rows, computed again from lse.

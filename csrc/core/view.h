@@ -37,5 +37,10 @@ HOST_DEVICE const Real* weight_of(const Params& p, int64_t head) {
   return (const Real*)p.score_weight + head * p.weight_head_stride;
 }
 
+// Where a head begins in lse and in what is laid out like it.
+HOST_DEVICE int64_t lse_offset(const AttentionParams& p, int64_t batch, int64_t head) {
+  return p.lse_head_stride != 0 ? head * p.lse_head_stride : (batch * p.num_heads + head) * p.seqlen_q;
+}
+
 }  // namespace KERNEL_ISA
 }  // namespace tiled_attention

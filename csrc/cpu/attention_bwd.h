@@ -206,7 +206,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   double bias_of_row(int64_t batch, int in_tile, const Buffers& buf) const {
     const TileRow& row = buf.rows[in_tile];
     if (buf.row_lse[in_tile] == Real(INFINITY)) return 0;
-    const Real grad_lse = params.grad_lse ? ((const Real*)params.grad_lse)[(batch * p.num_heads + row.head) * p.seqlen_q + row.query] : Real(0);
+    const Real grad_lse = params.grad_lse ? ((const Real*)params.grad_lse)[lse_offset(p, batch, row.head) + row.query] : Real(0);
     const Real delta = buf.row_delta[in_tile];
     return double(grad_lse) - buf.row_sink[in_tile] + (delta - delta);  // NaN where delta is not finite
   }

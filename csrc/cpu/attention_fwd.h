@@ -392,7 +392,7 @@ struct Forward {
       const bool empty = state.row_max[i] == Real(-INFINITY) && inverse[i % kN] == Real(INFINITY);
       // A row of the lowest numbers: its lse, in natural units, is the lowest number too.
       if (state.row_max[i] > Real(-INFINITY) && state.row_max[i] <= kLowestBias<Real>) lse[i % kN] = kLowestReal<Real>;
-      if (p.lse) ((Real*)p.lse)[(batch * p.num_heads + head) * p.seqlen_q + query] = empty ? Real(-INFINITY) : lse[i % kN];
+      if (p.lse) ((Real*)p.lse)[lse_offset(p, batch, head) + query] = empty ? Real(-INFINITY) : lse[i % kN];
       Real* row = state.out + int64_t(i) * state.out_stride;
       if (empty) memset(row, 0, p.head_dim_v * sizeof(Real));
       const Matrix<T> out = matrix<T>(p, p.out, batch, head);

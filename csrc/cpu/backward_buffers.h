@@ -37,7 +37,8 @@ struct BackwardPlan {
     heads_of_group = heads / max_of(groups, int64_t(1));
     // Few groups: chunks, for threads to share. Their sums have to be added, so no more than that needs.
     const int64_t rows = over_heads || over_batch ? BWD_CHUNK_ROWS / 4 : BWD_CHUNK_ROWS;
-    chunks = groups >= 8 ? 1 : int(min_of(max_of(int64_t(1), p.seqlen_q / rows), int64_t(groups >= 4 ? 2 : kMaxChunks)));
+    const int64_t counted = params.plan_heads > 0 ? params.plan_heads : groups;
+    chunks = counted >= 8 ? 1 : int(min_of(max_of(int64_t(1), p.seqlen_q / rows), int64_t(counted >= 4 ? 2 : kMaxChunks)));
     if (chunks > 1) groups = 0;
   }
   int64_t head(int64_t group, int64_t i) const { return over_batch ? i * groups + group : group * heads_of_group + i; }

@@ -44,7 +44,7 @@ struct BackwardQueries {
       buf.row_delta[i] = buf.row_lse_low[i] = 0;
       buf.row_lse[i] = Real(INFINITY);  // makes every probability of an empty row, and of a row that only pads the block, zero
       if (i >= rows) continue;
-      const int64_t at = (batch * p.num_heads + buf.rows[i].head) * p.seqlen_q + buf.rows[i].query;
+      const int64_t at = lse_offset(p, batch, buf.rows[i].head) + buf.rows[i].query;
       const Real lse = ((const Real*)p.lse)[at], grad_lse = params.grad_lse ? ((const Real*)params.grad_lse)[at] : Real(0);
       if (lse == Real(-INFINITY)) {
         zero_panel_row(buf.query_panels, i, head_dim, buf.tile_stride);
@@ -64,7 +64,7 @@ struct BackwardQueries {
     const TileRow& row = buf.rows[in_tile];
     const double sink = p.sinks ? double(((const Real*)p.sinks)[row.head]) : -INFINITY;
     if (sink == -INFINITY || buf.row_lse[in_tile] == Real(INFINITY)) return 0;
-    const double lse = double(((const Real*)p.lse)[(batch * p.num_heads + row.head) * p.seqlen_q + row.query]);
+    const double lse = double(((const Real*)p.lse)[lse_offset(p, batch, row.head) + row.query]);
     const double log2_weight =
         lse_is_coarse<T>(in_log2_units(Real(lse))) ? sink * kLog2e - buf.row_shift[in_tile] - buf.row_lse[in_tile] : (sink - lse) * kLog2e;
     return Real(-exp2(NativeVec<double>(log2_weight)).v[0] * buf.row_delta[in_tile]);

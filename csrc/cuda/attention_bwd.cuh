@@ -23,14 +23,22 @@ void launch_attention_bwd(const AttentionBackwardParams& params, const BackwardW
   using RowTile = RowStatTile<T, D>;
   fill_row_table(p, work.table, stream);
   flag_not_finite_tiles<T>(p, p.key, p.head_dim, work.table, stream);
+  // Tiles of packed sequences have gaps between them.
+  if (p.cu_seqlens_q && work.sink_parts) fill_zero(work.sink_parts, work.rows.count / kStatRows, stream);
+  if (p.cu_seqlens_q && work.slope_parts) fill_zero(work.slope_parts, work.rows.count / kSlopeRows, stream);
   SIMT_LAUNCH(attention_bwd_heads_kernel, blocks_of(heads, kStatThreads), kStatThreads, 0, stream, params, work);
   SIMT_LAUNCH(attention_bwd_rows_kernel<RowTile>, unsigned(heads * stat_blocks), kStatThreads, 0, stream, params, work);
-  if (params.grad_sinks) sum_parts((float*)params.grad_sinks, work.sink_parts, p.batch, p.num_heads, stat_blocks, stream);
+  // Parts of a head: [outer][num_heads][inner].
+  const auto sum_heads = [&](void* out, const float* parts, int64_t rows, int64_t tiles) {
+    if (p.cu_seqlens_q) sum_parts((float*)out, parts, 1, p.num_heads, work.rows.count / p.num_heads / rows, stream);
+    else sum_parts((float*)out, parts, p.batch, p.num_heads, tiles, stream);
+  };
+  if (params.grad_sinks) sum_heads(params.grad_sinks, work.sink_parts, kStatRows, stat_blocks);
   if (work.bias_rows) sum_bias_rows(p, params.grad_bias, work.bias_rows, params.grad_bias.row_stride != 0 ? p.seqlen_q : stat_blocks, stream);
   if (bias_is_full(params)) fill_zero((float*)params.grad_bias.data, work.bias_elements, stream);
   if (needs_features(p)) launch_pair_grads<T, D, true>(params, work, stream);
   else launch_pair_grads<T, D, false>(params, work, stream);
-  if (params.grad_alibi_slopes) sum_parts((float*)params.grad_alibi_slopes, work.slope_parts, p.batch, p.num_heads, work.slope_tiles, stream);
+  if (params.grad_alibi_slopes) sum_heads(params.grad_alibi_slopes, work.slope_parts, kSlopeRows, work.slope_tiles);
   if (!bias_has_columns(params) || bias_is_full(params)) return;
   launch_bias_grad<T, D>(params, work, stream);
   if (work.bias_parts) sum_parts((float*)params.grad_bias.data, work.bias_parts, work.bias_splits, work.bias_elements, 1, stream);

@@ -97,37 +97,45 @@ __global__ void __launch_bounds__(Tile::kThreads) attention_bwd_key_kernel(const
   const auto place = [&] { return KeyPlace(grid, int(block_index()), kKeys); };
   const QuerySteps<kQueries> steps{table, grid};
   const bool wants_key = kKey && params.grad_key.data, wants_value = kValue && params.grad_value.data;
+  SIMT_SHARED(int, lengths, [2]);  // of the item: seqlen_q and seqlen_kv
+  {
+    const KeyPlace at = place();
+    const BackwardHead& head = work.heads[at.first_head];
+    if (at.first_key >= head.seqlen_kv) return;
+    if (threadIdx.x == 0) lengths[0] = head.seqlen_q, lengths[1] = head.seqlen_kv;
+  }
+  __syncthreads();
 
   const auto load_keys = [&] {
     const KeyPlace at = place();
-    load_tile<D, kKeys, kThreads>(keys, TileMatrix<const T>(matrix_at<const T>(p.key, work.heads[at.first_head].key), p.seqlen_kv, p.head_dim), at.first_key);
+    load_tile<D, kKeys, kThreads>(keys, TileMatrix<const T>(matrix_at<const T>(p.key, work.heads[at.first_head].key), lengths[1], p.head_dim), at.first_key);
   };
   const auto load_values = [&] {
     const KeyPlace at = place();
-    load_tile<D, kKeys, kThreads>(values, TileMatrix<const T>(matrix_at<const T>(p.value, work.heads[at.first_head].value), p.seqlen_kv, p.head_dim_v),
+    load_tile<D, kKeys, kThreads>(values, TileMatrix<const T>(matrix_at<const T>(p.value, work.heads[at.first_head].value), lengths[1], p.head_dim_v),
                                   at.first_key);
   };
   const auto next_step = [&](int step) {
     const KeyPlace at = place();
-    return steps.after(step, at.batch, at.first_key, int(min_of(int64_t(at.first_key) + kKeys, p.seqlen_kv)), lane);
+    return steps.after(step, at.batch, at.first_key, min_of(at.first_key + kKeys, lengths[1]), lane);
   };
   const auto load_queries = [&](int step, int stage) {
     const KeyPlace at = place();
     const int head = at.first_head + steps.head(step), first_query = steps.first_query(step);
     load_tile<D, kQueries, kThreads>(queries + stage * kQueries * D,
-                                     TileMatrix<const T>(matrix_at<const T>(p.query, work.heads[head].query), p.seqlen_q, p.head_dim), first_query);
+                                     TileMatrix<const T>(matrix_at<const T>(p.query, work.heads[head].query), lengths[0], p.head_dim), first_query);
     constexpr int kVectors = kQueries / 4;
     const int thread = thread_index(), vector = thread % kVectors, stat = thread / kVectors;
     if (stat < kStats) {
       const float* const from = stat == 0 ? work.rows.lse : stat == 1 ? work.rows.minus_delta : work.rows.shift;
-      const int64_t row = int64_t(head) * work.rows.padded + first_query + vector * 4;
+      const int64_t row = work.heads[head].stats + first_query + vector * 4;
       simt::cp_async16(stats + (stage * kStats + stat) * kQueries + vector * 4, from + row, true);
     }
   };
   const auto load_grad_outs = [&](int step) {
     const KeyPlace at = place();
     load_tile<D, kQueries, kThreads>(
-        grad_outs, TileMatrix<const T>(matrix_at<const T>(params.grad_out, work.heads[at.first_head + steps.head(step)].grad_out), p.seqlen_q, p.head_dim_v),
+        grad_outs, TileMatrix<const T>(matrix_at<const T>(params.grad_out, work.heads[at.first_head + steps.head(step)].grad_out), lengths[0], p.head_dim_v),
         steps.first_query(step));
   };
 
@@ -162,7 +170,7 @@ __global__ void __launch_bounds__(Tile::kThreads) attention_bwd_key_kernel(const
     {
       const KeyPlace at = place();
       const int first_query = steps.first_query(step), warp_key = at.first_key + warp_row;
-      const bool ragged = first_query + kQueries > p.seqlen_q;
+      const bool ragged = first_query + kQueries > lengths[0];
       const RowBounds bounds = table.bounds_of(at.batch, first_query, kQueries);
       edge = ragged || !bounds.covers(warp_key, warp_key + kSets * 16);
       if (edge) {
@@ -173,7 +181,7 @@ __global__ void __launch_bounds__(Tile::kThreads) attention_bwd_key_kernel(const
           for (int c = 0; c < 2; c++) {
             const int query = first_query + n * 8 + 2 * t + c;
             RowEntry row = {0, 0, 0, 0};
-            if (query < p.seqlen_q) row = rows[query];
+            if (query < lengths[0]) row = rows[query];
 #pragma unroll
             for (int s = 0; s < kSets; s++)
 #pragma unroll
@@ -183,7 +191,7 @@ __global__ void __launch_bounds__(Tile::kThreads) attention_bwd_key_kernel(const
       // Query and grad_out have inf or NaN, and keys of the block that do not see them.
       if (work.rows.not_finite && (Tile::kFeatures || ragged || !bounds.covers(at.first_key, at.first_key + kKeys))) {
         const int64_t head = at.first_head + steps.head(step);
-        const uint8_t* const flags = work.rows.not_finite + head * (work.rows.padded / kStatRows) + first_query / kStatRows;
+        const uint8_t* const flags = work.rows.not_finite + (work.heads[head].stats + first_query) / kStatRows;
         bad = flags[0] != 0 || flags[kQueries / kStatRows - 1] != 0;
       }
     }
@@ -264,7 +272,7 @@ __global__ void __launch_bounds__(Tile::kThreads) attention_bwd_key_kernel(const
       const BackwardHead& head = work.heads[at.first_head + steps.head(step)];
       const int first_query = steps.first_query(step);
       const auto sees = [&](int row, int column) {
-        return at.first_key + row < p.seqlen_kv && sees_pair<Tile::kFeatures>(p.seqlen_q, rows, head, first_query + column, at.first_key + row);
+        return at.first_key + row < lengths[1] && sees_pair<Tile::kFeatures>(lengths[0], rows, head, first_query + column, at.first_key + row);
       };
       __syncthreads();
       if (wants_value) {
@@ -307,11 +315,11 @@ __global__ void __launch_bounds__(Tile::kThreads) attention_bwd_key_kernel(const
   __syncthreads();
   const KeyPlace at = place();
   if (wants_key)
-    store_tile<D, kKeys, kThreads>(keys, TileMatrix<T>(matrix_at<T>(params.grad_key, work.heads[at.first_head].grad_key), p.seqlen_kv, p.head_dim),
+    store_tile<D, kKeys, kThreads>(keys, TileMatrix<T>(matrix_at<T>(params.grad_key, work.heads[at.first_head].grad_key), lengths[1], p.head_dim),
                                    at.first_key);
   if (wants_value)
     store_tile<D, kKeys, kThreads>(
-        rounded_values, TileMatrix<T>(matrix_at<T>(params.grad_value, work.heads[at.first_head].grad_value), p.seqlen_kv, p.head_dim_v), at.first_key);
+        rounded_values, TileMatrix<T>(matrix_at<T>(params.grad_value, work.heads[at.first_head].grad_value), lengths[1], p.head_dim_v), at.first_key);
 }
 
 template <class Tile>

@@ -25,6 +25,7 @@ struct QueryGradTile {
     int full_begin[kWarps], full_end[kWarps];      // the keys that all rows of a warp see
     const RowEntry* rows;
     const uint8_t* not_finite;                     // RowTable::flags_of()
+    int seqlen_q, seqlen_kv;
   };
   static constexpr int kSharedBytes = (2 * kRows + (kKeyStages + 1) * kKeys) * D * int(sizeof(T)) + (int(sizeof(Block)) + 15) / 16 * 16;
 };
@@ -67,29 +68,32 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   // Worked out again where it is needed: the accumulators leave few registers.
   const auto place = [&] { return QueryPlace(grid, int(block_index()), kRows); };
   const bool wants_query = params.grad_query.data != nullptr;
+  if (place().first_query >= work.heads[place().item].seqlen_q) return;
   if (lane == 0) {
     const QueryPlace at = place();
     const RowBounds bounds = table.bounds_of(at.batch, at.first_query + warp_row, kSets * 16);
-    block->full_begin[warp] = bounds.full_begin, block->full_end[warp] = at.first_query + warp_row + kSets * 16 > p.seqlen_q ? 0 : bounds.full_end;
+    block->full_begin[warp] = bounds.full_begin;
+    block->full_end[warp] = at.first_query + warp_row + kSets * 16 > work.heads[at.item].seqlen_q ? 0 : bounds.full_end;
   }
   if (threadIdx.x == 0) {
     const QueryPlace at = place();
     const BackwardHead& head = work.heads[at.item];
     const int kv_head = at.head / grid.group;
     block->key = matrix_at<const T>(p.key, head.key), block->value = matrix_at<const T>(p.value, head.value);
+    block->seqlen_q = head.seqlen_q, block->seqlen_kv = head.seqlen_kv;
     block->bounds = table.bounds_of(at.batch, at.first_query, kRows);
     block->rows = table.rows_of(at.batch), block->not_finite = table.flags_of(at.batch * p.num_heads_kv + kv_head);
   }
   __syncthreads();
   const auto load_keys = [&](T* to, int tile) {
-    load_tile<D, kKeys, kThreads>(to, TileMatrix<const T>(block->key, p.seqlen_kv, p.head_dim), int64_t(tile) * kKeys);
+    load_tile<D, kKeys, kThreads>(to, TileMatrix<const T>(block->key, block->seqlen_kv, p.head_dim), int64_t(tile) * kKeys);
   };
   const auto load_values = [&](int tile) {
-    load_tile<D, kKeys, kThreads>(values, TileMatrix<const T>(block->value, p.seqlen_kv, p.head_dim_v), int64_t(tile) * kKeys);
+    load_tile<D, kKeys, kThreads>(values, TileMatrix<const T>(block->value, block->seqlen_kv, p.head_dim_v), int64_t(tile) * kKeys);
   };
   const auto load_grad_outs = [&] {
     const QueryPlace at = place();
-    const TileMatrix<const T> grad_out(matrix_at<const T>(params.grad_out, work.heads[at.item].grad_out), p.seqlen_q, p.head_dim_v);
+    const TileMatrix<const T> grad_out(matrix_at<const T>(params.grad_out, work.heads[at.item].grad_out), block->seqlen_q, p.head_dim_v);
     load_tile<D, kRows, kThreads>(grad_outs, grad_out, at.first_query);
   };
   const QueryPlace first = place();
@@ -98,7 +102,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   for (int s = 0; s < kSets; s++)
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int64_t at = int64_t(first.item) * work.rows.padded + first.first_query + warp_row + s * 16 + g + 8 * r;
+      const int64_t at = work.heads[first.item].stats + first.first_query + warp_row + s * 16 + g + 8 * r;
       lse[s][r] = work.rows.lse[at], minus_delta[s][r] = work.rows.minus_delta[at];
     }
   const float unit = float(p.scale) * kLog2E;
@@ -110,7 +114,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   Fragments<D> key_columns = Fragments<D>::b_transposed(keys, lane), key_rows = Fragments<D>::b(keys, lane);
 
   int tile = block->bounds.next_tile(0, kKeys), stage = 0;
-  load_tile<D, kRows, kThreads>(queries, TileMatrix<const T>(matrix_at<const T>(p.query, work.heads[first.item].query), p.seqlen_q, p.head_dim),
+  load_tile<D, kRows, kThreads>(queries, TileMatrix<const T>(matrix_at<const T>(p.query, work.heads[first.item].query), block->seqlen_q, p.head_dim),
                                 first.first_query);
   load_grad_outs();
   if (tile >= 0) {
@@ -137,7 +141,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
         for (int r = 0; r < 2; r++) {
           const int query = warp_query + s * 16 + g + 8 * r;
           RowEntry row = {0, 0, 0, 0};
-          if (query < p.seqlen_q) row = block->rows[query];
+          if (query < block->seqlen_q) row = block->rows[query];
 #pragma unroll
           for (int n = 0; n < kTiles; n++)
 #pragma unroll
@@ -168,7 +172,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
 #pragma unroll
         for (int r = 0; r < 2; r++) {
           const int row = warp_query + s * 16 + g + 8 * r;
-          const int64_t stat = int64_t(at.item) * work.rows.padded + row;
+          const int64_t stat = work.heads[at.item].stats + row;
           const float row_lse = work.rows.lse[stat], row_minus_delta = work.rows.minus_delta[stat], shift = work.rows.shift[stat];
 #pragma unroll
           for (int n = 0; n < kTiles; n++) {
@@ -215,7 +219,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
         // The weights lie where grad_out does, which is loaded again.
         const QueryPlace at = place();
         put_weights<T, kSets, kTiles>(grad_outs, grads, warp_row, lane, [&](int row, int column) {
-          return sees_pair<Tile::kFeatures>(p.seqlen_q, block->rows, work.heads[at.item], at.first_query + row, first_key + column);
+          return sees_pair<Tile::kFeatures>(block->seqlen_q, block->rows, work.heads[at.item], at.first_query + row, first_key + column);
         });
         add_not_finite_rows<T, D, kSets, kKeys, kThreads>(grad_query, grad_outs, stage_keys, warp_row, lane);
         load_grad_outs();
@@ -240,7 +244,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   if (wants_query) {
     put_rounded<T, D, kSets>(queries, grad_query, float(p.scale), warp_row, lane);
     __syncthreads();
-    store_tile<D, kRows, kThreads>(queries, TileMatrix<T>(matrix_at<T>(params.grad_query, work.heads[last.item].grad_query), p.seqlen_q, p.head_dim),
+    store_tile<D, kRows, kThreads>(queries, TileMatrix<T>(matrix_at<T>(params.grad_query, work.heads[last.item].grad_query), block->seqlen_q, p.head_dim),
                                    last.first_query);
   }
   if constexpr (Tile::kFeatures) {
@@ -249,7 +253,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
     const double sum = warp_sum(double(slope_sum));
     if (lane == 0) parts[warp] = sum;
     __syncthreads();
-    if (threadIdx.x == 0) work.slope_parts[last.item * work.slope_tiles + last.tile] = float(parts[0] + parts[1] + parts[2] + parts[3]);
+    if (threadIdx.x == 0) work.slope_parts[work.heads[last.item].slope_parts + last.tile] = float(parts[0] + parts[1] + parts[2] + parts[3]);
   }
 }
 

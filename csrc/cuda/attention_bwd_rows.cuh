@@ -15,13 +15,25 @@ constexpr int kStatRows = 32;    // a block of attention_bwd_rows_kernel, and a 
 constexpr int kPaddedRows = 128;  // a multiple of every query tile
 constexpr int kSlopeRows = 64;   // a query tile of the kernel that adds up gradients of slopes
 
-// In scratch memory. Rows behind seqlen_q are there and read like rows that see no key.
+// In scratch memory. Rows behind seqlen_q are there and read like rows that see no key. A head of a batch item begins at BackwardHead::stats:
+// [batch][num_heads][padded], or for packed sequences [num_heads][total], item b at row (cu_seqlens_q[b] / kPaddedRows + b) * kPaddedRows.
 struct BackwardRows {
-  float* lse;          // [batch * num_heads][padded]: weight = exp2((score - shift) * log2 e - lse), +inf where no key is seen
-  float* minus_delta;  // [batch * num_heads][padded]
-  float* shift;        // [batch * num_heads][padded], 0 unless lse is coarse; null without features
-  uint8_t* not_finite;  // [batch * num_heads][padded / kStatRows], a row of query or grad_out with inf or NaN; null where no key is hidden
-  int64_t padded;
+  float* lse;          // weight = exp2((score - shift) * log2 e - lse), +inf where no key is seen
+  float* minus_delta;
+  float* shift;        // 0 unless lse is coarse; null without features
+  uint8_t* not_finite;  // of kStatRows rows each: a row of query or grad_out with inf or NaN; null where no key is hidden
+  int64_t padded;      // of the longest item
+  int64_t count;       // of all
+
+  BackwardRows() = default;
+  HOST_DEVICE explicit BackwardRows(const AttentionParams& p)
+      : lse(nullptr), minus_delta(nullptr), shift(nullptr), not_finite(nullptr), padded((p.seqlen_q + kPaddedRows - 1) / kPaddedRows * kPaddedRows) {
+    count = p.num_heads * (p.cu_seqlens_q ? (p.total_q / kPaddedRows + p.batch) * kPaddedRows : p.batch * padded);
+  }
+  HOST_DEVICE int64_t begin(const AttentionParams& p, int64_t batch, int64_t head) const {
+    if (!p.cu_seqlens_q) return (batch * p.num_heads + head) * padded;
+    return head * (count / p.num_heads) + (query_segment(p, batch).begin / kPaddedRows + batch) * kPaddedRows;
+  }
 };
 
 // With features: one head's modifiers of scores and weights.
@@ -85,10 +97,16 @@ struct PairFeatures {
 // main loops.
 struct BackwardHead {
   int64_t query, key, value, out, residual, grad_out, grad_query, grad_key, grad_value, grad_bias;
+  int64_t stats, slope_parts, lse;  // the last in what lies as lse does
+  int seqlen_q, seqlen_kv;
   PairFeatures features;
 
-  SIMT_DEVICE void fill(const AttentionBackwardParams& params, int batch, int head) {
+  SIMT_DEVICE void fill(const AttentionBackwardParams& params, const BackwardRows& rows, int64_t slope_tiles, int batch, int head) {
     const AttentionParams& p = params.forward;
+    const Segment of_queries = query_segment(p, batch), of_keys = key_segment(p, batch);
+    seqlen_q = int(of_queries.length), seqlen_kv = int(of_keys.length);
+    stats = rows.begin(p, batch, head), lse = lse_offset(p, batch, head) + of_queries.begin;
+    slope_parts = p.cu_seqlens_q ? stats / kSlopeRows : (int64_t(batch) * p.num_heads + head) * slope_tiles;
     const int kv_head = head / (int(p.num_heads) / int(p.num_heads_kv));
     query = head * p.query.head_stride, out = head * p.out.head_stride, residual = head * p.residual.head_stride;
     grad_out = head * params.grad_out.head_stride, grad_query = head * params.grad_query.head_stride, grad_bias = head * params.grad_bias.head_stride;
@@ -102,6 +120,10 @@ struct BackwardHead {
       grad_query += index * params.grad_query.batch_strides[d], grad_bias += index * params.grad_bias.batch_strides[d];
       grad_key += index * params.grad_key.batch_strides[d], grad_value += index * params.grad_value.batch_strides[d];
     }
+    query += of_queries.begin * p.query.row_stride, out += of_queries.begin * p.out.row_stride, residual += of_queries.begin * p.residual.row_stride;
+    grad_out += of_queries.begin * params.grad_out.row_stride, grad_query += of_queries.begin * params.grad_query.row_stride;
+    key += of_keys.begin * p.key.row_stride, value += of_keys.begin * p.value.row_stride;
+    grad_key += of_keys.begin * params.grad_key.row_stride, grad_value += of_keys.begin * params.grad_value.row_stride;
     features.fill(p, batch, head);
   }
 };
@@ -116,9 +138,9 @@ struct BackwardWork {
   RowTable table;
   BackwardHead* heads;  // [batch * num_heads]
   BackwardRows rows;
-  float* sink_parts;   // [batch][num_heads][padded / kStatRows]
+  float* sink_parts;   // of kStatRows rows each, as BackwardRows
   float* bias_rows;    // of a bias without columns: [batch][num_heads][seqlen_q], or [..][padded / kStatRows] where it has no rows either
-  float* slope_parts;  // [batch][num_heads][slope_tiles]
+  float* slope_parts;  // [batch][num_heads][slope_tiles], or for packed sequences of kSlopeRows rows each, as BackwardRows
   float* bias_parts;   // [bias_splits][bias_elements]; null where one split writes the result
   int64_t slope_tiles, bias_splits, bias_elements;
   bool full_bias;  // bias_is_full()
@@ -161,15 +183,15 @@ inline BackwardWork take_backward_work(const AttentionBackwardParams& params, Sc
   work.table = take_row_table(p, scratch);
   work.heads = scratch->take<BackwardHead>(heads);
   BackwardRows& rows = work.rows;
-  rows.padded = (p.seqlen_q + kPaddedRows - 1) / kPaddedRows * kPaddedRows;
-  rows.lse = scratch->take<float>(heads * rows.padded);
-  rows.minus_delta = scratch->take<float>(heads * rows.padded);
-  if (needs_features(p)) rows.shift = scratch->take<float>(heads * rows.padded);
-  if (!hides_nothing(p)) rows.not_finite = scratch->take<uint8_t>(heads * (rows.padded / kStatRows));
-  if (params.grad_sinks) work.sink_parts = scratch->take<float>(heads * (rows.padded / kStatRows));
+  rows = BackwardRows(p);
+  rows.lse = scratch->take<float>(rows.count);
+  rows.minus_delta = scratch->take<float>(rows.count);
+  if (needs_features(p)) rows.shift = scratch->take<float>(rows.count);
+  if (!hides_nothing(p)) rows.not_finite = scratch->take<uint8_t>(rows.count / kStatRows);
+  if (params.grad_sinks) work.sink_parts = scratch->take<float>(rows.count / kStatRows);
   if (params.grad_alibi_slopes) {
     work.slope_tiles = (p.seqlen_q + kSlopeRows - 1) / kSlopeRows;
-    work.slope_parts = scratch->take<float>(heads * work.slope_tiles);
+    work.slope_parts = scratch->take<float>(p.cu_seqlens_q ? rows.count / kSlopeRows : heads * work.slope_tiles);
   }
   if (!params.grad_bias.data) return work;
   work.bias_elements = bias_elements(p, params.grad_bias), work.full_bias = bias_is_full(params);
@@ -247,7 +269,7 @@ __global__ void __launch_bounds__(kStatThreads, 4)
     attention_bwd_heads_kernel(const __grid_constant__ AttentionBackwardParams params, const __grid_constant__ BackwardWork work) {
   const int index = int(blockIdx.x) * kStatThreads + int(threadIdx.x);
   const AttentionParams& p = params.forward;
-  if (index < p.batch * p.num_heads) work.heads[index].fill(params, index / int(p.num_heads), index % int(p.num_heads));
+  if (index < p.batch * p.num_heads) work.heads[index].fill(params, work.rows, work.slope_tiles, index / int(p.num_heads), index % int(p.num_heads));
 }
 
 // One block per kStatRows rows of a head.
@@ -267,19 +289,21 @@ __global__ void __launch_bounds__(kStatThreads, 4)
   const int64_t index = int(blockIdx.x) / blocks, first = int64_t(block) * kStatRows;
   const int batch = int(index) / int(p.num_heads), head = int(index) % int(p.num_heads);
   const BackwardHead& at_head = work.heads[index];
+  const int seqlen_q = at_head.seqlen_q;
+  if (first >= (seqlen_q + kPaddedRows - 1) / kPaddedRows * kPaddedRows) return;
 
   // delta without grad_lse: kLanes lanes a row.
-  const TileMatrix<const T> grad_out(matrix_at<const T>(params.grad_out, at_head.grad_out), p.seqlen_q, p.head_dim_v);
-  const TileMatrix<const T> out(matrix_at<const T>(p.out, at_head.out), p.seqlen_q, p.head_dim_v);
-  const TileMatrix<const T> residual(matrix_at<const T>(p.residual, at_head.residual), p.seqlen_q, p.head_dim_v);
-  const TileMatrix<const T> query(matrix_at<const T>(p.query, at_head.query), p.seqlen_q, p.head_dim);
+  const TileMatrix<const T> grad_out(matrix_at<const T>(params.grad_out, at_head.grad_out), seqlen_q, p.head_dim_v);
+  const TileMatrix<const T> out(matrix_at<const T>(p.out, at_head.out), seqlen_q, p.head_dim_v);
+  const TileMatrix<const T> residual(matrix_at<const T>(p.residual, at_head.residual), seqlen_q, p.head_dim_v);
+  const TileMatrix<const T> query(matrix_at<const T>(p.query, at_head.query), seqlen_q, p.head_dim);
   bool bad = false;
 #pragma unroll 2
   for (int in_block = thread / kLanes; in_block < kStatRows; in_block += kRowsAtOnce) {
     const int64_t row = first + in_block;
     const int chunk = thread % kLanes;
     float sum = 0;
-    if (row < p.seqlen_q) {
+    if (row < seqlen_q) {
       float grad[8], x[8];
       read_chunk(grad, grad_out, row, chunk);
       read_chunk(x, out, row, chunk);
@@ -306,13 +330,13 @@ __global__ void __launch_bounds__(kStatThreads, 4)
   if (thread == 0 && rows.not_finite) {
     int sum = 0;
     for (int i = 0; i < kStatWarps; i++) sum += found[i];
-    rows.not_finite[index * blocks + block] = sum != 0;
+    rows.not_finite[at_head.stats / kStatRows + block] = sum != 0;
   }
 
   // One lane a row, and a warp for a row whose lse is coarse.
   const int in_block = warp * kWarpRows + lane % kWarpRows;
-  const int64_t row = first + in_block, at = index * p.seqlen_q + row, to = index * rows.padded + row;
-  const bool inside = row < p.seqlen_q;
+  const int64_t row = first + in_block, at = at_head.lse + row, to = at_head.stats + row;
+  const bool inside = row < seqlen_q;
   const float lse = inside ? ((const float*)p.lse)[at] : minus_infinity(0.0f),
               grad_lse = inside && params.grad_lse ? ((const float*)params.grad_lse)[at] : 0.0f;
   const float sink = p.sinks ? ((const float*)p.sinks)[head] : minus_infinity(0.0f);
@@ -343,7 +367,7 @@ __global__ void __launch_bounds__(kStatThreads, 4)
   if (thread != 0) return;
   float sinks_sum = 0, bias_sum = 0;
   for (int i = 0; i < kStatRows; i++) sinks_sum += sink_terms[i], bias_sum += bias_terms[i];
-  if (work.sink_parts) work.sink_parts[index * blocks + block] = sinks_sum;
+  if (work.sink_parts) work.sink_parts[at_head.stats / kStatRows + block] = sinks_sum;
   if (work.bias_rows && params.grad_bias.row_stride == 0) work.bias_rows[index * blocks + block] = bias_sum;
 }
 

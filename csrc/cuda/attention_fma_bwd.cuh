@@ -35,11 +35,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   const AttentionParams& p = params.forward;
   const Place at;
   const int64_t group = p.num_heads / p.num_heads_kv, heads = kKeyRows ? p.num_heads_kv : p.num_heads;
-  const int64_t cols = kOf == Gradient::kValue ? p.head_dim_v : p.head_dim, seqlen = kKeyRows ? p.seqlen_kv : p.seqlen_q;
-  const int64_t pieces = (cols + Tile::kOut - 1) / Tile::kOut, tiles = (seqlen + Tile::kRows - 1) / Tile::kRows;
+  const int64_t cols = kOf == Gradient::kValue ? p.head_dim_v : p.head_dim;
+  const int64_t pieces = (cols + Tile::kOut - 1) / Tile::kOut, tiles = ((kKeyRows ? p.seqlen_kv : p.seqlen_q) + Tile::kRows - 1) / Tile::kRows;
   // Where the mask is causal, late queries and early keys meet most of the others: they start first.
   const int64_t first_col = int64_t(blockIdx.x) % pieces * Tile::kOut, block = int64_t(blockIdx.x) / pieces, item = block / tiles;
   const int64_t first_row = (kKeyRows ? block % tiles : tiles - 1 - block % tiles) * Tile::kRows, batch = item / heads, head = item % heads;
+  const Segment of_rows = kKeyRows ? key_segment(p, batch) : query_segment(p, batch);
+  const int64_t seqlen = of_rows.length;
+  if (first_row >= seqlen) return;
 
   typename Tile::Results result;
 #pragma unroll
@@ -51,7 +54,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   for (int64_t query_head = kKeyRows ? head * group : head; query_head < (kKeyRows ? (head + 1) * group : head + 1); query_head++) {
     const Pairs& pairs = in_shared(shared_pairs, params, table, stats, batch, query_head);
     const Rows<const T>& summed = kOf == Gradient::kQuery ? pairs.key : kOf == Gradient::kKey ? pairs.query : pairs.grad_out;
-    const int64_t seqlen_of_columns = kKeyRows ? p.seqlen_q : p.seqlen_kv;
+    const int64_t seqlen_of_columns = kKeyRows ? pairs.seqlen_q : pairs.seqlen_kv;
     RowBounds bounds;
     if constexpr (!kKeyRows) bounds = table.bounds_of(batch, first_row, Pairs::kQueries);
 #pragma unroll 1
@@ -71,7 +74,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   }
 
   const TensorView& view = kOf == Gradient::kQuery ? params.grad_query : kOf == Gradient::kKey ? params.grad_key : params.grad_value;
-  const Rows<T> to = rows_of<T>(p, view, batch, head);
+  const Rows<T> to = rows_from<T>(p, view, batch, head, of_rows.begin);
   const Real factor = kOf == Gradient::kValue && p.dropout.p > 0 ? Real(inverse_keep_of(p.dropout.p)) : Real(1);
 #pragma unroll
   for (int i = 0; i < Tile::kThreadRows; i++) {

@@ -16,14 +16,17 @@ SIMT_DEVICE double natural_lse(double max, double sum) { return sum == 0 ? minus
 template <class Tile>
 struct ForwardHead {
   using T = typename Tile::T;
+  Segment queries, keys;
   Rows<const T> query, key, value;
   HeadScores<typename Tile::Real> pairs;
   Dropout dropout;
 
   SIMT_DEVICE ForwardHead(const AttentionParams& p, const RowTable& table, int64_t batch, int64_t head)
-      : query(rows_of<const T>(p, p.query, batch, head)),
-        key(rows_of<const T>(p, p.key, batch, head / (p.num_heads / p.num_heads_kv))),
-        value(rows_of<const T>(p, p.value, batch, head / (p.num_heads / p.num_heads_kv))),
+      : queries(query_segment(p, batch)),
+        keys(key_segment(p, batch)),
+        query(rows_from<const T>(p, p.query, batch, head, queries.begin)),
+        key(rows_from<const T>(p, p.key, batch, head / (p.num_heads / p.num_heads_kv), keys.begin)),
+        value(rows_from<const T>(p, p.value, batch, head / (p.num_heads / p.num_heads_kv), keys.begin)),
         pairs(p, table, batch, head),
         dropout(p.dropout, batch, head) {}
 };
@@ -54,7 +57,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) attention_fma_fwd_kernel(At
   const int64_t pieces = max_of(int64_t(1), (p.head_dim_v + Tile::kOut - 1) / Tile::kOut), tiles = (p.seqlen_q + Tile::kRows - 1) / Tile::kRows;
   const int64_t first_col = int64_t(blockIdx.x) % pieces * Tile::kOut, block = int64_t(blockIdx.x) / pieces, item = block / tiles;
   const int64_t batch = item / p.num_heads, head = item % p.num_heads;
-  const RowRange query_rows{(tiles - 1 - block % tiles) * Tile::kRows, p.seqlen_q};
+  const RowRange query_rows{(tiles - 1 - block % tiles) * Tile::kRows, query_segment(p, batch).length};
+  if (query_rows.first >= query_rows.end) return;
   const RowBounds bounds = table.bounds_of(batch, query_rows.first, Tile::kRows);
   const ForwardHead<Tile>& of = in_shared(shared_head, p, table, batch, head);
 
@@ -68,7 +72,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) attention_fma_fwd_kernel(At
   bool queries_stay = false;
 #pragma unroll 1
   for (int tile = bounds.next_tile(0, Tile::kCols); tile >= 0; tile = bounds.next_tile(tile + 1, Tile::kCols)) {
-    const RowRange key_rows{int64_t(tile) * Tile::kCols, p.seqlen_kv};
+    const RowRange key_rows{int64_t(tile) * Tile::kCols, of.keys.length};
     const bool edge = of.pairs.hides || !bounds.covers(key_rows.first, key_rows.first + Tile::kCols);
     __syncthreads();  // all have left the weights and values of the tile before
     stage<Tile::kCols, Tile::kOut, Tile::kOutStride, Tile::kThreads>(values, of.value, first_col, p.head_dim_v, key_rows);
@@ -101,19 +105,20 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) attention_fma_fwd_kernel(At
 #pragma unroll
       for (int c = 0; c < Tile::kThreadOut; c++) out[i][c] *= shrink;
     }
-    const int count = int(min_of(int64_t(Tile::kCols), (p.seqlen_kv - key_rows.first + kVector - 1) / kVector * kVector));
+    const int count = int(min_of(int64_t(Tile::kCols), (key_rows.end - key_rows.first + kVector - 1) / kVector * kVector));
     if (edge) add_weighted<Tile, true>(out, keys, values, count, at);
     else add_weighted<Tile, false>(out, keys, values, count, at);
   }
 
-  const Rows<T> to = rows_of<T>(p, p.out, batch, head), residual = rows_of<T>(p, p.residual, batch, head);
+  const int64_t packed = of.queries.begin;
+  const Rows<T> to = rows_from<T>(p, p.out, batch, head, packed), residual = rows_from<T>(p, p.residual, batch, head, packed);
   const Real keep = Real(of.dropout.inverse_keep);
 #pragma unroll
   for (int i = 0; i < Tile::kThreadRows; i++) {
     const int64_t row = query_rows.first + at.y + 8 * i;
     const Real sum = row_sum(softmax.sum[i * Tile::kThreads]), factor = sum == Real(0) ? Real(0) : keep / sum;
-    if (row >= p.seqlen_q) continue;
-    if (p.lse && first_col == 0 && at.x == 0) ((Real*)p.lse)[(batch * p.num_heads + head) * p.seqlen_q + row] = natural_lse(softmax.max[at.y + 8 * i], sum);
+    if (row >= query_rows.end) continue;
+    if (p.lse && first_col == 0 && at.x == 0) ((Real*)p.lse)[lse_offset(p, batch, head) + packed + row] = natural_lse(softmax.max[at.y + 8 * i], sum);
 #pragma unroll
     for (int j = 0; j < Tile::kThreadOut; j += kVector) {
       const int64_t col = first_col + kVector * at.x + 16 * j;

@@ -21,24 +21,28 @@ constexpr int kSlopeRows = 64;
 
 struct FmaBackwardScratch {
   RowTable table;
-  // Real [batch][num_heads][seqlen_q]; the last two are null where not wanted.
+  // Real [batch][num_heads][seqlen_q], or [num_heads][total_q] of packed sequences; the last two are null where not wanted.
   void *shift, *lse, *delta, *sink_sums, *row_sums;
-  // Real [batch][num_heads][seqlen_kv] and [batch][num_heads][tiles of kSlopeRows queries]; null where not wanted.
+  // Real [batch][num_heads][seqlen_kv] and [batch][num_heads][tiles of kSlopeRows queries]; null where not wanted. Packed sequences have
+  // [num_heads][slope_tiles], item b from cu_seqlens_q[b] / kSlopeRows + b on.
   void *column_sums, *slope_sums;
+  int64_t slope_tiles;
 
   FmaBackwardScratch(const AttentionBackwardParams& params, Scratch* scratch) {
     const AttentionParams& p = params.forward;
-    const int64_t heads = p.batch * p.num_heads;
+    const bool packed = p.cu_seqlens_q;
+    const int64_t heads = packed ? p.num_heads : p.batch * p.num_heads, queries = packed ? p.total_q : p.seqlen_q;
     const BiasGradient bias = bias_gradient(params);
     const auto take = [&](bool wanted, int64_t count) -> void* {
       return wanted ? scratch->take<char>(heads * count * (p.dtype == DType::kFloat64 ? 8 : 4)) : nullptr;
     };
     table = take_row_table(p, scratch, false);
-    shift = take(true, p.seqlen_q), lse = take(true, p.seqlen_q), delta = take(true, p.seqlen_q);
-    sink_sums = take(params.grad_sinks, p.seqlen_q);
-    row_sums = take(bias == BiasGradient::kRows, p.seqlen_q);
+    shift = take(true, queries), lse = take(true, queries), delta = take(true, queries);
+    sink_sums = take(params.grad_sinks, queries);
+    row_sums = take(bias == BiasGradient::kRows, queries);
     column_sums = take(bias == BiasGradient::kColumns, p.seqlen_kv);
-    slope_sums = take(params.grad_alibi_slopes, (p.seqlen_q + kSlopeRows - 1) / kSlopeRows);
+    slope_tiles = packed ? p.total_q / kSlopeRows + p.batch : (p.seqlen_q + kSlopeRows - 1) / kSlopeRows;
+    slope_sums = take(params.grad_alibi_slopes, slope_tiles);
   }
 };
 
@@ -143,7 +147,8 @@ __global__ void __launch_bounds__(Tile::kThreads)
 // slope_sums: a block per head and tile of queries, over the keys.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads)
-    attention_fma_slopes_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats, typename Tile::Real* slope_sums) {
+    attention_fma_slopes_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats, typename Tile::Real* slope_sums,
+                                int64_t slope_tiles) {
   using Real = typename Tile::Real;
   using Pairs = QueryPairs<Tile>;
   static_assert(Pairs::kQueries == kSlopeRows, "one sum a block");
@@ -157,7 +162,10 @@ __global__ void __launch_bounds__(Tile::kThreads)
   const AttentionParams& p = params.forward;
   const Place at;
   const int64_t query_tiles = (p.seqlen_q + Pairs::kQueries - 1) / Pairs::kQueries, item = int64_t(blockIdx.x) / query_tiles;
-  const int64_t first_query = int64_t(blockIdx.x) % query_tiles * Pairs::kQueries, batch = item / p.num_heads, head = item % p.num_heads;
+  const int64_t tile_of_item = int64_t(blockIdx.x) % query_tiles, first_query = tile_of_item * Pairs::kQueries;
+  const int64_t batch = item / p.num_heads, head = item % p.num_heads;
+  const Segment queries = query_segment(p, batch);
+  if (first_query >= queries.length) return;
   const Pairs& pairs = in_shared(shared_pairs, params, table, stats, batch, head);
   const RowBounds bounds = table.bounds_of(batch, first_query, Pairs::kQueries);
   double sum = 0;
@@ -172,7 +180,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
 #pragma unroll
       for (int j = 0; j < Tile::kThreadCols; j++) {
         const int r = at.y + 8 * i, c = at.x + 16 * j;
-        if (first_query + r < p.seqlen_q) of_tile -= right[r * Tile::kStride + c] * pairs.pairs.scores.distance(first_query + r, first_key + c);
+        if (first_query + r < pairs.seqlen_q) of_tile -= right[r * Tile::kStride + c] * pairs.pairs.scores.distance(first_query + r, first_key + c);
       }
     sum += double(of_tile);
   }
@@ -183,7 +191,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
   if (threadIdx.x != 0) return;
   sum = 0;
   for (int i = 0; i < Tile::kThreads; i++) sum += sums[i];
-  slope_sums[int64_t(blockIdx.x)] = Real(sum);
+  slope_sums[p.cu_seqlens_q ? head * slope_tiles + queries.begin / kSlopeRows + batch + tile_of_item : int64_t(blockIdx.x)] = Real(sum);
 }
 
 template <class T>
@@ -215,16 +223,20 @@ void launch_fma_pair_grads(const AttentionBackwardParams& params, const FmaBackw
   }
   TensorView of_heads;
   of_heads.head_stride = 1;
+  // Sums of packed sequences are those of one item, with gaps between sequences, which count as 0.
+  AttentionParams all = p;
+  if (p.cu_seqlens_q) all.batch = 1;
   if (params.grad_alibi_slopes) {
     R* const sums = (R*)parts.slope_sums;
+    if (p.cu_seqlens_q) fill_zero(sums, p.num_heads * parts.slope_tiles, stream);
     SIMT_LAUNCH(attention_fma_slopes_kernel<Tile>, unsigned(heads * query_tiles), Tile::kThreads, (kPairBytes<Pairs, Tile>), stream, params, parts.table, stats,
-                sums);
+                sums, parts.slope_tiles);
     of_heads.data = params.grad_alibi_slopes;
-    sum_bias_rows<R>(p, of_heads, sums, query_tiles, stream);
+    sum_bias_rows<R>(all, of_heads, sums, parts.slope_tiles, stream);
   }
   if (params.grad_sinks) {
     of_heads.data = params.grad_sinks;
-    sum_bias_rows<R>(p, of_heads, (const R*)parts.sink_sums, p.seqlen_q, stream);
+    sum_bias_rows<R>(all, of_heads, (const R*)parts.sink_sums, p.cu_seqlens_q ? p.total_q : p.seqlen_q, stream);
   }
 }
 

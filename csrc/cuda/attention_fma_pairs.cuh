@@ -30,10 +30,11 @@ struct PairTiles {
   SIMT_DEVICE PairTiles(const AttentionBackwardParams& params, const RowTable& table, const RowStats<Real>& stats, int64_t batch, int64_t head)
       : pairs(params.forward, table, batch, head), dropout(params.forward.dropout, batch, head) {
     const AttentionParams& p = params.forward;
-    const int64_t kv_head = head / (p.num_heads / p.num_heads_kv), first = (batch * p.num_heads + head) * p.seqlen_q;
-    query = rows_of<const T>(p, p.query, batch, head), grad_out = rows_of<const T>(p, params.grad_out, batch, head);
-    key = rows_of<const T>(p, p.key, batch, kv_head), value = rows_of<const T>(p, p.value, batch, kv_head);
-    head_dim = p.head_dim, head_dim_v = p.head_dim_v, seqlen_q = p.seqlen_q, seqlen_kv = p.seqlen_kv;
+    const Segment queries = query_segment(p, batch), keys = key_segment(p, batch);
+    const int64_t kv_head = head / (p.num_heads / p.num_heads_kv), first = lse_offset(p, batch, head) + queries.begin;
+    query = rows_from<const T>(p, p.query, batch, head, queries.begin), grad_out = rows_from<const T>(p, params.grad_out, batch, head, queries.begin);
+    key = rows_from<const T>(p, p.key, batch, kv_head, keys.begin), value = rows_from<const T>(p, p.value, batch, kv_head, keys.begin);
+    head_dim = p.head_dim, head_dim_v = p.head_dim_v, seqlen_q = queries.length, seqlen_kv = keys.length;
     shift = stats.shift + first, lse = stats.lse + first, delta = stats.delta + first;
     keep = Real(dropout.inverse_keep), this->head = head;
   }

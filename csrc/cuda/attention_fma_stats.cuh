@@ -7,7 +7,7 @@
 namespace tiled_attention {
 namespace cuda {
 
-// [batch][num_heads][num_rows] each.
+// [batch][num_heads][num_rows] each; of packed sequences as lse.
 template <class Real>
 struct RowStats {
   Real *shift, *lse;
@@ -21,7 +21,7 @@ struct StatsParams {
   bool unknown_sinks = false;  // lse may hold a sink that is not in `forward`
   TensorView grad_out;
   const void* grad_lse = nullptr;
-  // Real [batch][num_heads][num_rows]
+  // Real, as RowStats
   void* sink_sums = nullptr;  // -(weight of the sink) delta: what a row adds to the gradient of its sink; null: not wanted
   void* row_sums = nullptr;   // the sum of a row's score gradients, which is grad_lse less that; null: not wanted
 };
@@ -57,8 +57,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 3)
   const Place at;
   const int64_t tiles = (params.num_rows + Tile::kRows - 1) / Tile::kRows, item = int64_t(blockIdx.x) / tiles;
   const int64_t batch = item / p.num_heads, head = item % p.num_heads, kv_head = head / (p.num_heads / p.num_heads_kv);
-  const ChosenRows query_rows{params.rows, int64_t(blockIdx.x) % tiles * Tile::kRows, params.num_rows, p.seqlen_q};
-  const Real* const lse = (const Real*)p.lse + item * p.seqlen_q;
+  const Segment of_queries = query_segment(p, batch), of_keys = key_segment(p, batch);
+  const int64_t end = p.cu_seqlens_q ? of_queries.length : params.num_rows, first_lse = lse_offset(p, batch, head) + of_queries.begin;
+  const ChosenRows query_rows{params.rows, int64_t(blockIdx.x) % tiles * Tile::kRows, end, of_queries.length};
+  if (query_rows.first >= end) return;
+  const Real* const lse = (const Real*)p.lse + first_lse;
   const auto lse_of = [&](int r) {
     const int64_t query = query_rows(r);
     return query < 0 ? minus_infinity(Real()) : lse[query];
@@ -72,12 +75,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 3)
     shift[threadIdx.x] = 0, rest[threadIdx.x] = known == minus_infinity(Real()) ? -known : known;
   }
   if (__ballot_sync(0xffffffffu, coarse) != 0) {
-    const Rows<const T> query = rows_of<const T>(p, p.query, batch, head), key = rows_of<const T>(p, p.key, batch, kv_head);
+    const Rows<const T> query = rows_from<const T>(p, p.query, batch, head, of_queries.begin);
+    const Rows<const T> key = rows_from<const T>(p, p.key, batch, kv_head, of_keys.begin);
     const HeadScores<Real> pairs(p, table, batch, head);
     SoftmaxRows<Tile> softmax(p, head, state, at);
 #pragma unroll 1
-    for (int64_t first_key = 0; first_key < p.seqlen_kv; first_key += Tile::kCols) {
-      const RowRange key_rows{first_key, p.seqlen_kv};
+    for (int64_t first_key = 0; first_key < of_keys.length; first_key += Tile::kCols) {
+      const RowRange key_rows{first_key, of_keys.length};
       typename Tile::Scores scores;
       __syncthreads();
       product.template add<Tile>(scores, head, query, query_rows, key, key_rows, p.head_dim, false, queries, keys, product_memory, at);
@@ -109,11 +113,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 3)
   __syncthreads();
 
   // Eight threads a row. In double: an error of delta is the same in all keys of the row, and does not average out where rows are summed.
-  const Rows<const T> grad_out = rows_of<const T>(p, params.grad_out, batch, head), out = rows_of<const T>(p, p.out, batch, head),
-                      residual = rows_of<const T>(p, p.residual, batch, head);
+  const Rows<const T> grad_out = rows_from<const T>(p, params.grad_out, batch, head, of_queries.begin),
+                      out = rows_from<const T>(p, p.out, batch, head, of_queries.begin),
+                      residual = rows_from<const T>(p, p.residual, batch, head, of_queries.begin);
 #pragma unroll 1
   for (int r = int(threadIdx.x) / 8; r < Tile::kRows; r += Tile::kThreads / 8) {
-    const int64_t row = query_rows.first + r, query = query_rows(r), index = item * params.num_rows + row;
+    const int64_t row = query_rows.first + r, query = query_rows(r), index = p.cu_seqlens_q ? first_lse + row : item * params.num_rows + row;
     const int lane = int(threadIdx.x) % 8;
     double sum = 0;
     if (stats.delta) {

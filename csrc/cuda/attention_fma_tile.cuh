@@ -245,7 +245,7 @@ struct HeadScores {
   bool hides;  // whether a pair inside the intervals may be hidden
 
   SIMT_DEVICE HeadScores(const AttentionParams& p, const RowTable& table, int64_t batch, int64_t head)
-      : scores(p, batch, head), rows(table.rows_of(batch)), seqlen_q(p.seqlen_q), hides(p.bias.data || p.bool_mask.data) {}
+      : scores(p, batch, head), rows(table.rows_of(batch)), seqlen_q(query_segment(p, batch).length), hides(p.bias.data || p.bool_mask.data) {}
 
   // Of a query that may be negative or behind the end.
   SIMT_DEVICE RowEntry row(int64_t query) const {

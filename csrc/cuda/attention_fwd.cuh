@@ -27,6 +27,7 @@ struct ForwardTile {
   // What is needed once per tile of keys lies in shared memory: the accumulators leave few registers.
   struct Block {
     Matrix<const T> key, value;
+    int64_t seqlen_kv;
     const uint8_t* not_finite;
     RowBounds bounds;
     float sums[kSets * 2][kThreads];  // each lane's share of its row sums, of the weights as they are rounded
@@ -74,10 +75,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
   const ForwardItem item(p, kRows);
   const int64_t batch = item.batch, head = item.head, kv_head = head / (p.num_heads / p.num_heads_kv);
   const int first_query = item.first_query, warp_query = first_query + warp * kSets * 16;
+  const Segment of_queries = query_segment(p, batch), of_keys = key_segment(p, batch);
+  if (first_query >= of_queries.length) return;
   const RowBounds bounds = table.bounds_of(batch, first_query, kRows);
   if (threadIdx.x == 0) {
-    block->key = matrix<const T>(p, p.key, batch, kv_head);
-    block->value = matrix<const T>(p, p.value, batch, kv_head);
+    block->key = matrix<const T>(p, p.key, batch, kv_head).from(of_keys.begin);
+    block->value = matrix<const T>(p, p.value, batch, kv_head).from(of_keys.begin);
+    block->seqlen_kv = of_keys.length;
     block->not_finite = table.flags_of(batch * p.num_heads_kv + kv_head);
     block->bounds = bounds;
   }
@@ -103,11 +107,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
   static_assert(kRows <= kThreads, "one row of the table per thread");
   if (int(threadIdx.x) < kRows) {
     const int64_t row = first_query + int64_t(threadIdx.x);
-    rows[threadIdx.x] = row < p.seqlen_q ? table.rows_of(batch)[row] : RowEntry{0, 0, 0, 0};
+    rows[threadIdx.x] = row < of_queries.length ? table.rows_of(batch)[row] : RowEntry{0, 0, 0, 0};
   }
-  load_tile<D, kRows, kThreads>(queries, TileMatrix<const T>(matrix<const T>(p, p.query, batch, head), p.seqlen_q, p.head_dim), first_query);
+  const TileMatrix<const T> query(matrix<const T>(p, p.query, batch, head).from(of_queries.begin), of_queries.length, p.head_dim);
+  load_tile<D, kRows, kThreads>(queries, query, first_query);
   if (tile >= 0) {
-    const TileMatrix<const T> key(matrix<const T>(p, p.key, batch, kv_head), p.seqlen_kv, p.head_dim);
+    const TileMatrix<const T> key(matrix<const T>(p, p.key, batch, kv_head).from(of_keys.begin), of_keys.length, p.head_dim);
     load_tile<D, kKeys, kThreads>(keys, key, int64_t(tile) * kKeys);
   }
   simt::cp_async_commit();
@@ -121,7 +126,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
 #if SIMT_FAULT != 1
     __syncthreads();
 #endif
-    load_tile<D, kKeys, kThreads>(values, TileMatrix<const T>(block->value, p.seqlen_kv, p.head_dim_v), first_key);
+    load_tile<D, kKeys, kThreads>(values, TileMatrix<const T>(block->value, block->seqlen_kv, p.head_dim_v), first_key);
     simt::cp_async_commit();
 
     PairTile<kSets, kScoreTiles> score;
@@ -224,7 +229,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
     }
     tile = block->bounds.next_tile(tile + 1, kKeys);
     if (tile >= 0) {
-      load_tile<D, kKeys, kThreads>(keys, TileMatrix<const T>(block->key, p.seqlen_kv, p.head_dim), int64_t(tile) * kKeys);
+      load_tile<D, kKeys, kThreads>(keys, TileMatrix<const T>(block->key, block->seqlen_kv, p.head_dim), int64_t(tile) * kKeys);
       simt::cp_async_commit();
     }
     multiply<T, D, kSets, kScoreTiles>(state.out, weights, value_fragments);
@@ -234,7 +239,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
 
   // Divided by the sums, through the tile of the queries, first rounded and then what rounding took.
   const ForwardItem target(p, kRows);
-  const TileMatrix<T> out(matrix<T>(p, p.out, target.batch, target.head), p.seqlen_q, p.head_dim_v);
+  const Segment targets = query_segment(p, target.batch);
+  const TileMatrix<T> out(matrix<T>(p, p.out, target.batch, target.head).from(targets.begin), targets.length, p.head_dim_v);
   const float keep = Tile::kFeatures && p.dropout.p > 0 ? float(inverse_keep_of(p.dropout.p)) : 1.0f;
 #pragma unroll
   for (int s = 0; s < kSets; s++)
@@ -244,10 +250,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       const int row = target.first_query + (warp * kSets + s) * 16 + g + 8 * r;
-      if (p.lse && t == 0 && row < p.seqlen_q) {
+      if (p.lse && t == 0 && row < targets.length) {
         const float exact = block->exact_sums[(warp * kSets + s) * 16 + g + 8 * r];
         const float lse = exact == 0 ? minus_infinity(0.0f) : state.max[s][r] * (Tile::kFeatures ? 1.0f : kLn2) + logf(exact);
-        ((float*)p.lse)[(target.batch * p.num_heads + target.head) * p.seqlen_q + row] = lse;
+        ((float*)p.lse)[lse_offset(p, target.batch, target.head) + targets.begin + row] = lse;
       }
       const float factor = sum == 0 ? 0.0f : keep / sum;
 #pragma unroll
@@ -261,7 +267,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
   store_tile<D, kRows, kThreads>(queries, out, target.first_query);
   if (!p.residual.data) return;
   __syncthreads();
-  const TileMatrix<T> residual(matrix<T>(p, p.residual, target.batch, target.head), p.seqlen_q, p.head_dim_v);
+  const TileMatrix<T> residual(matrix<T>(p, p.residual, target.batch, target.head).from(targets.begin), targets.length, p.head_dim_v);
 #pragma unroll
   for (int s = 0; s < kSets; s++)
 #pragma unroll

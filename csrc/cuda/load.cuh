@@ -49,6 +49,12 @@ template <class T, class Params> SIMT_DEVICE Rows<T> rows_of(const Params& p, co
   return Rows<T>(m.data, m.row_stride, m.col_stride);
 }
 
+// The same from row `first` on: where a segment of packed rows begins.
+template <class T, class Params> SIMT_DEVICE Rows<T> rows_from(const Params& p, const TensorView& view, int64_t batch, int64_t head, int64_t first) {
+  Rows<T> rows = rows_of<T>(p, view, batch, head);
+  return Rows<T>(rows.data ? rows.at(first, 0) : nullptr, rows.row_stride, rows.col_stride);
+}
+
 // x[k] = element (row, col + k), 0 from column `cols` on. col is a multiple of kVec<T>.
 template <class T> SIMT_DEVICE void load_vec(const Rows<const T>& m, int64_t row, int64_t col, int64_t cols, Real<T> (&x)[kVec<T>]) {
   const T* from = m.at(row, col);

@@ -29,17 +29,20 @@ __global__ void __launch_bounds__(kNotFiniteThreads) add_not_finite(const __grid
   for (int64_t index = int64_t(blockIdx.x) * (kNotFiniteThreads / 32) + threadIdx.x / 32; index < count; index += step) {
     const int64_t item = index / p.seqlen_q, row = index % p.seqlen_q, batch = item / p.num_heads, head = item % p.num_heads;
     const int64_t kv_head = head / (p.num_heads / p.num_heads_kv);
+    const Segment queries = query_segment(p, batch), keys = key_segment(p, batch);
+    if (row >= queries.length) continue;
     const uint8_t* const flags = table.not_finite + (batch * p.num_heads_kv + kv_head) * table.flag_tiles;
     const RowEntry visible = table.rows_of(batch)[row];
     const Scores<float> scores(p, batch, head);
     const Dropout dropout(p.dropout, batch, head);
-    const Matrix<const T> query = matrix<const T>(p, p.query, batch, head), key = matrix<const T>(p, p.key, batch, kv_head);
-    const Matrix<const T> value = matrix<const T>(p, p.value, batch, kv_head);
-    const Matrix<T> out = matrix<T>(p, p.out, batch, head);
-    const float lse = ((const float*)p.lse)[index];
+    const Matrix<const T> query = matrix<const T>(p, p.query, batch, head).from(queries.begin);
+    const Matrix<const T> key = matrix<const T>(p, p.key, batch, kv_head).from(keys.begin);
+    const Matrix<const T> value = matrix<const T>(p, p.value, batch, kv_head).from(keys.begin);
+    const Matrix<T> out = matrix<T>(p, p.out, batch, head).from(queries.begin);
+    const float lse = ((const float*)p.lse)[lse_offset(p, batch, head) + queries.begin + row];
     for (int64_t tile = 0; tile < table.flag_tiles; tile++) {
       if (!flags[tile]) continue;
-      for (int64_t j = tile * kFlagKeys; j < min_of(p.seqlen_kv, (tile + 1) * kFlagKeys); j++) {
+      for (int64_t j = tile * kFlagKeys; j < min_of(keys.length, (tile + 1) * kFlagKeys); j++) {
         if (!visible.contains(int(j))) continue;
         float product = 0;
         for (int64_t d = lane; d < p.head_dim; d += 32) {

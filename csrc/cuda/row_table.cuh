@@ -3,6 +3,7 @@
 // rows, and which key tiles hold a value that must not be multiplied by zero.
 
 #include "../core/mask.h"
+#include "../core/packed.h"
 #include "../core/scratch.h"
 #include "../core/view.h"
 #include "address.cuh"
@@ -57,19 +58,28 @@ struct RowBounds {
   }
 };
 
-// In scratch memory. Without key lengths and offsets per item all batch items share one set of rows.
+// In scratch memory. Without key lengths and offsets per item all batch items share one set of rows. Those of packed sequences lie as query does,
+// and the groups of item b begin at group cu_seqlens_q[b] / kGroupRows + b.
 struct RowTable {
-  RowEntry* rows;       // [items][seqlen_q]
-  RowBounds* bounds;    // [items][groups], groups of kGroupRows rows
+  RowEntry* rows;       // [items][seqlen_q], or [total_q]
+  RowBounds* bounds;    // [items][groups], groups of kGroupRows rows, or [total_q / kGroupRows + items]
   uint8_t* not_finite;  // [batch][num_heads_kv][flag_tiles], kFlagKeys keys each; null where no key is hidden
   int* num_not_finite;  // how many of them are set
   int64_t items, seqlen_q, groups, flag_tiles;
+  const int64_t* cu_seqlens_q;  // null: not packed
+  int64_t total_q;
 
-  SIMT_DEVICE const RowEntry* rows_of(int64_t batch) const { return rows + (items == 1 ? 0 : batch) * seqlen_q; }
+  SIMT_DEVICE Segment segment(int64_t batch) const { return segment_of(cu_seqlens_q, batch, total_q, seqlen_q); }
+  SIMT_DEVICE RowEntry* rows_of(int64_t batch) const { return rows + (cu_seqlens_q ? segment(batch).begin : (items == 1 ? 0 : batch) * seqlen_q); }
   // Over rows [row, row + count), `row` a multiple of kGroupRows.
   SIMT_DEVICE RowBounds bounds_of(int64_t batch, int64_t row, int count) const {
     const RowBounds* first = bounds + (items == 1 ? 0 : batch) * groups;
-    const int64_t begin = row / kGroupRows, end = min_of(groups, begin + (count + kGroupRows - 1) / kGroupRows);
+    int64_t all_groups = groups;
+    if (cu_seqlens_q) {
+      const Segment of_item = segment(batch);
+      first = bounds + of_item.begin / kGroupRows + batch, all_groups = (of_item.length + kGroupRows - 1) / kGroupRows;
+    }
+    const int64_t begin = row / kGroupRows, end = min_of(all_groups, begin + (count + kGroupRows - 1) / kGroupRows);
     RowBounds all;
     if (begin >= end) all.full_end = 0;
     for (int64_t i = begin; i < end; i++) all.add(first[i]);
@@ -89,12 +99,13 @@ inline bool hides_nothing(const AttentionParams& p) {
 // `flags`: whether not_finite is wanted; without tensor cores hidden pairs are left out one by one.
 inline RowTable take_row_table(const AttentionParams& p, Scratch* scratch, bool flags = true) {
   RowTable table;
-  table.items = p.mask.key_lengths || p.mask.query_offsets ? p.batch : 1;
+  table.cu_seqlens_q = p.cu_seqlens_q, table.total_q = p.total_q;
+  table.items = p.cu_seqlens_q || p.mask.key_lengths || p.mask.query_offsets ? p.batch : 1;
   table.seqlen_q = p.seqlen_q;
   table.groups = (p.seqlen_q + kGroupRows - 1) / kGroupRows;
   table.flag_tiles = (p.seqlen_kv + kFlagKeys - 1) / kFlagKeys;
-  table.rows = scratch->take<RowEntry>(table.items * table.seqlen_q);
-  table.bounds = scratch->take<RowBounds>(table.items * table.groups);
+  table.rows = scratch->take<RowEntry>(p.cu_seqlens_q ? p.total_q : table.items * table.seqlen_q);
+  table.bounds = scratch->take<RowBounds>(p.cu_seqlens_q ? p.total_q / kGroupRows + table.items : table.items * table.groups);
   table.num_not_finite = scratch->take<int>(1);
   table.not_finite = !flags || hides_nothing(p) ? nullptr : scratch->take<uint8_t>(p.batch * p.num_heads_kv * table.flag_tiles);
   return table;
@@ -105,20 +116,23 @@ namespace {
 constexpr int kTableThreads = 128;
 
 // One thread per group of rows.
-__global__ void __launch_bounds__(kTableThreads) fill_rows(const __grid_constant__ MaskParams mask, int64_t seqlen_kv, const __grid_constant__ RowTable table) {
+__global__ void __launch_bounds__(kTableThreads) fill_rows(const __grid_constant__ AttentionParams p, const __grid_constant__ RowTable table) {
   const int64_t index = int64_t(blockIdx.x) * kTableThreads + threadIdx.x;
   if (index == 0) *table.num_not_finite = 0;
   if (index >= table.items * table.groups) return;
   const int64_t item = index / table.groups, first = index % table.groups * kGroupRows;
-  const RowMask rule(mask, item, table.seqlen_q, seqlen_kv);
+  const Segment queries = query_segment(p, item);
+  if (first >= queries.length) return;
+  const RowMask rule(p.mask, item, queries.length, key_segment(p, item).length);
+  RowEntry* const rows = table.rows_of(item);
   RowBounds bounds;
-  for (int64_t i = first; i < min_of(table.seqlen_q, first + kGroupRows); i++) {
+  for (int64_t i = first; i < min_of(queries.length, first + kGroupRows); i++) {
     const RowKeys keys = rule.row(i);
     const RowEntry row{keys.sinks.begin, keys.sinks.end, keys.main.begin, keys.main.end};
-    table.rows[item * table.seqlen_q + i] = row;
+    rows[i] = row;
     bounds.add(row);
   }
-  table.bounds[index] = bounds;
+  table.bounds[(p.cu_seqlens_q ? queries.begin / kGroupRows + item : item * table.groups) + first / kGroupRows] = bounds;
 }
 
 template <class T>
@@ -134,9 +148,10 @@ __global__ void __launch_bounds__(kTableThreads)
   const int64_t index = int64_t(blockIdx.x) * (kTableThreads / 32) + threadIdx.x / 32;
   if (index >= p.batch * p.num_heads_kv * table.flag_tiles) return;
   const int64_t kv_head = index / table.flag_tiles, first = index % table.flag_tiles * kFlagKeys;
-  const Matrix<const T> m = matrix<const T>(p, view, kv_head / p.num_heads_kv, kv_head % p.num_heads_kv);
+  const Segment keys = key_segment(p, kv_head / p.num_heads_kv);
+  const Matrix<const T> m = matrix<const T>(p, view, kv_head / p.num_heads_kv, kv_head % p.num_heads_kv).from(keys.begin);
   bool found = false;
-  for (int64_t i = first; i < min_of(p.seqlen_kv, first + kFlagKeys); i++)
+  for (int64_t i = first; i < min_of(keys.length, first + kFlagKeys); i++)
     for (int64_t j = lane; j < cols; j += 32) found |= !is_finite(simt::to_float(m.row(i)[j * m.col_stride]));
   const bool any = __ballot_sync(0xffffffffu, found) != 0;
   if (lane != 0) return;
@@ -149,7 +164,7 @@ __global__ void __launch_bounds__(kTableThreads)
 inline unsigned blocks_of(int64_t items, int64_t per_block) { return unsigned((items + per_block - 1) / per_block); }
 
 inline void fill_row_table(const AttentionParams& p, const RowTable& table, void* stream) {
-  SIMT_LAUNCH(fill_rows, blocks_of(table.items * table.groups, kTableThreads), kTableThreads, 0, stream, p.mask, p.seqlen_kv, table);
+  SIMT_LAUNCH(fill_rows, blocks_of(table.items * table.groups, kTableThreads), kTableThreads, 0, stream, p, table);
 }
 
 // Behind fill_row_table(). `view` is what zero weights will multiply: value in forward, key in backward.

@@ -2,6 +2,7 @@
 // What happens to one score, the same in forward and backward, on tensor cores and without: scale, softcap, ALiBi, bias, bool mask, dropout.
 
 #include "../core/mask.h"
+#include "../core/packed.h"
 #include "../core/philox.h"
 #include "../core/score_mod.h"
 #include "../core/view.h"
@@ -42,7 +43,7 @@ struct Scores {
         softcap(Real(p.softcap)),
         inverse_softcap(p.softcap != 0 ? Real(1 / p.softcap) : Real(0)),
         slope(p.alibi_slopes ? ((const Real*)p.alibi_slopes)[head] : Real(0)),
-        query_offset(RowMask(p.mask, batch, p.seqlen_q, p.seqlen_kv).query_offset),
+        query_offset(RowMask(p.mask, batch, query_segment(p, batch).length, key_segment(p, batch).length).query_offset),
         bias(pair_matrix(p, p.bias, element_bytes(p.bias.dtype), batch, head)),
         bool_mask(pair_matrix(p, p.bool_mask, 1, batch, head)),
         bias_dtype(p.bias.dtype) {}

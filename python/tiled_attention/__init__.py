@@ -5,6 +5,7 @@ from .additive_attention import additive_attention, additive_attention_weights
 from .additive_module import AdditiveAttention
 from .attention import attention, dropout_mask, merge_attention
 from .attention_decode import attention_decode
+from .attention_varlen import attention_varlen
 from .convert import convert
 from .counts import flops, memory, parameter_count
 from .favor import FavorFeatures
@@ -49,6 +50,7 @@ __all__ = [
     "additive_attention_weights",
     "attention",
     "attention_decode",
+    "attention_varlen",
     "attention_weights",
     "convert",
     "dropout_mask",

@@ -34,6 +34,32 @@ class Arguments(NamedTuple):
     dropout_offsets: Sequence[int]  # [] or batch, head, query, key
 
 
+class VarlenArguments(NamedTuple):
+    """The arguments of `attention_varlen_fwd`, `attention_varlen` and `attention_varlen_bwd` in schema order.
+
+    Fields at POSITIONS are those of Arguments, but for bias, in whose place is a tensor without a gradient.
+    """
+
+    query: Tensor  # (total_q, num_heads, head_dim)
+    key: Tensor  # (total_kv, num_heads_kv, head_dim)
+    value: Tensor  # (total_kv, num_heads_kv, head_dim_v)
+    cu_seqlens_q: Tensor  # int64 (num_sequences + 1,)
+    cu_seqlens_kv: Tensor  # int64 (num_sequences + 1,)
+    alibi_slopes: Tensor | None  # Real (num_heads,)
+    sinks: Tensor | None  # Real (num_heads,)
+    key_lengths: Tensor | None  # int64 (num_sequences,)
+    documents: Tensor | None  # int64 (num_documents + 1,)
+    query_offset: Tensor | None  # int64 (num_sequences,), replaces intervals[0]
+    dropout_seed: Tensor | None  # int64 ()
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    scale: float
+    softcap: float  # 0: none
+    dropout_p: float
+    intervals: Sequence[int]  # as in Arguments
+    dropout_offsets: Sequence[int]
+
+
 class Gradients(NamedTuple):
     """The results of `attention_bwd`, and tangents of its namesakes."""
 
@@ -101,7 +127,7 @@ class LinearGradients(NamedTuple):
 
 # Of all operators: the leading arguments that are tensors, and (but for additive attention, where they are the first four) the places of
 # those that are differentiable, in the order of the gradients.
-TENSORS = {Arguments: 11, AdditiveArguments: 9, LinearArguments: 7}
+TENSORS = {Arguments: 11, AdditiveArguments: 9, VarlenArguments: 11, LinearArguments: 7}
 POSITIONS = (0, 1, 2, 4, 5, 6)
 
 

@@ -192,9 +192,9 @@ def decode(
     softcap = 0.0 if softcap is None else check_number("softcap", softcap, "a finite number > 0", lambda x: 0 < x < math.inf)
     real = real_dtype(query.dtype)
     if alibi_slopes is not None:
-        alibi_slopes = per_head("alibi_slopes", alibi_slopes, query, real)
+        alibi_slopes = check_per_head("alibi_slopes", alibi_slopes, query.shape[-3], real)
     if sinks is not None:
-        sinks = per_head("sinks", sinks, query, real)
+        sinks = check_per_head("sinks", sinks, query.shape[-3], real)
     intervals, key_lengths, documents = ((), None, None) if mask is None else _lower(mask, query, key_cache, page_table)
     num_new = 0
     if new_key is not None or new_value is not None:

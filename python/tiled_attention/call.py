@@ -108,9 +108,9 @@ def prepare(
         if bias.dtype not in (real, torch.bfloat16, torch.float16):
             bias = bias.to(real)
     if alibi_slopes is not None:
-        alibi_slopes = per_head("alibi_slopes", alibi_slopes, query, real)
+        alibi_slopes = check_per_head("alibi_slopes", alibi_slopes, query.shape[-3], real)
     if sinks is not None:
-        sinks = per_head("sinks", sinks, query, real)
+        sinks = check_per_head("sinks", sinks, query.shape[-3], real)
     if isinstance(mask, Tensor) and mask.dtype.is_floating_point:
         raise TypeError(
             f"mask must be a bool tensor (True = attend) or a mask, got {mask.dtype}: pass what is added to the scores as bias="
@@ -184,10 +184,10 @@ def check_float(name: str, tensor: Any, hint: str = "") -> Tensor:
     return tensor
 
 
-def per_head(name: str, tensor: Any, query: Tensor, real: torch.dtype) -> Tensor:
+def check_per_head(name: str, tensor: Any, num_heads: int, real: torch.dtype) -> Tensor:
     check_float(name, tensor)
-    if tensor.dim() != 1 or tensor.shape[0] != query.shape[-3]:
-        raise ValueError(f"{name} must have shape ({query.shape[-3]},), one per query head, got {tuple(tensor.shape)}")
+    if tensor.dim() != 1 or tensor.shape[0] != num_heads:
+        raise ValueError(f"{name} must have shape ({num_heads},), one per query head, got {tuple(tensor.shape)}")
     return tensor.to(real).contiguous()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from functools import partial
+from typing import Any, Literal, overload
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -20,6 +21,7 @@ from .linear_call import (
     step,
     step_in_place,
 )
+from .linear_varlen import by_sequence
 
 __all__ = ["LinearState", "linear_attention", "linear_attention_step"]
 
@@ -38,6 +40,7 @@ def linear_attention(
     log_decay: Tensor | None = None,
     initial_state: LinearState | None = None,
     return_state: Literal[False] = False,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor: ...
 
 
@@ -55,6 +58,7 @@ def linear_attention(
     log_decay: Tensor | None = None,
     initial_state: LinearState | None = None,
     return_state: Literal[True],
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, LinearState]: ...
 
 
@@ -72,6 +76,7 @@ def linear_attention(
     log_decay: Tensor | None = None,
     initial_state: LinearState | None = None,
     return_state: bool,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, LinearState]: ...
 
 
@@ -88,6 +93,7 @@ def linear_attention(
     log_decay: Tensor | None = None,
     initial_state: LinearState | None = None,
     return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, LinearState]:
     """Attention with weights phi(query) . phi(key), in time and memory linear in the sequence lengths.
 
@@ -121,6 +127,10 @@ def linear_attention(
         initial_state: S and z before the first token, of the same dtype as the sums; None: 0. Only with causal=True. Not changed. With
             num_heads heads each query head has a state of its own.
         return_state: also return the state after the last token.
+        cu_seqlens: int32 or int64 (num_sequences + 1,): 0, then the sum of the lengths so far, up to seqlen_q = seqlen_kv. Sequences lie
+            one after the other in query, key and value of shape (1, heads, total, dim), and each is what it is alone. initial_state and
+            the returned state then have num_sequences in place of the batch. The offsets are read: on CUDA that waits for the device,
+            and it does not compile.
 
     Returns:
         out (..., num_heads, seqlen_q, head_dim_v), dtype of query, dense in the dimension order of query; with `return_state` (out, state),
@@ -138,6 +148,10 @@ def linear_attention(
     Source: Katharopoulos et al., Transformers are RNNs (2020), sections 3.2 and 3.3. Decay: Sun et al., Retentive network (2023), section
     2.1; Yang et al., Gated linear attention transformers (2024), section 4.
     """
+    if cu_seqlens is not None:
+        options: Any = dict(feature_map=feature_map, causal=causal, normalize=normalize, scale=scale, return_state=True)
+        packed = by_sequence(partial(linear_attention, **options), query, key, value, cu_seqlens, key_mask, log_decay, initial_state)
+        return packed if return_state else packed[0]
     args = prepare(query, key, value, feature_map, causal, normalize, scale, key_mask, log_decay, initial_state, state_name="initial_state")
     out, kv, k_sum = forward(args)
     out = out.to(out_dtype(query))

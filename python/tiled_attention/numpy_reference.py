@@ -108,6 +108,34 @@ def additive_attention(
     scores = (score_weight * np.tanh(query[..., :, None, :] + key[..., None, :, :])).sum(axis=-1)
     weights = softmax_rows(scores if mask is None else np.where(np.asarray(mask, dtype=bool), scores, -np.inf))
     return weights @ value, weights
+def attention_varlen(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    cu_seqlens_kv: ArrayLike,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> NDArray[np.float64]:
+    """Attention of each sequence for itself, where sequences lie one after the other (Krell et al., 2021).
+
+    Args:
+        query: (total_q, num_heads, head_dim). key: (total_kv, num_heads, head_dim). value: (total_kv, num_heads, head_dim_v).
+        cu_seqlens_q, cu_seqlens_kv: (num_sequences + 1,), where sequence b begins and b + 1 follows.
+        causal, scale: as in `scaled_dot_product_attention`.
+
+    Returns:
+        out (total_q, num_heads, head_dim_v).
+    """
+    query, key, value = (np.asarray(x, dtype=np.float64) for x in (query, key, value))
+    rows, keys = np.asarray(cu_seqlens_q), np.asarray(cu_seqlens_kv)
+    out = np.zeros((*query.shape[:2], value.shape[2]))
+    for b in range(len(rows) - 1):
+        here, there = slice(rows[b], rows[b + 1]), slice(keys[b], keys[b + 1])
+        heads_first = (x.swapaxes(0, 1) for x in (query[here], key[there], value[there]))
+        out[here] = scaled_dot_product_attention(*heads_first, causal=causal, scale=scale)[0].swapaxes(0, 1)
+    return out
 
 
 def multi_head_attention(

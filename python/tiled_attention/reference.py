@@ -63,6 +63,34 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    *,
+    dropout_mask: Tensor | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` of each sequence for itself: rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of query (total_q, num_heads, head_dim), and
+    likewise of key and value. `dropout_mask`: that of the padded batch, (num_sequences, num_heads, at least max_seqlen_q, max_seqlen_kv).
+
+    Returns:
+        out (total_q, num_heads, head_dim_v), and with return_lse lse (num_heads, total_q).
+    """
+    rows, keys = cu_seqlens_q.diff().tolist(), cu_seqlens_kv.diff().tolist()
+    sequences = zip(query.split(rows), key.split(keys), value.split(keys), strict=True)
+    outs, lses = [], []
+    for b, parts in enumerate(sequences):
+        if dropout_mask is not None:
+            options["dropout_mask"] = dropout_mask[b, :, : rows[b], : keys[b]]
+        out, lse = attention(*(part.transpose(0, 1) for part in parts), return_lse=True, **options)
+        outs.append(out.transpose(0, 1)), lses.append(lse)
+    return (torch.cat(outs), torch.cat(lses, 1)) if return_lse else torch.cat(outs)
+
+
 def attention_weights(
     query: Tensor,
     key: Tensor,

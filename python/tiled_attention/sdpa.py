@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .arguments import NO_INTERVALS
+from .attention_varlen import attention_varlen
 from .call import below_autograd, cast_for_autocast, check_dropout_p, default_scale, forward, prepare, run_forward, runs_plain
+from .library import devices
 from .masks import And, Causal, Mask
 
 _TOP_LEFT, _BOTTOM_RIGHT = Causal(align="top_left"), Causal()
@@ -29,6 +33,9 @@ def scaled_dot_product_attention(
 
     Equivalent to it, with what it refuses or leaves open defined as follows: `attn_mask` and `is_causal` combine in every shape; a query
     row that sees no key gives zeros, with zero gradients; dropout draws from Philox (see `attention`); seqlen_kv or head_dim may be 0.
+
+    Nested tensors (batch, heads, seqlen*, dim) with the jagged layout run packed, by `attention_varlen`, without attn_mask; other nested
+    tensors are torch's.
 
     Args:
         query: (..., seqlen_q, head_dim), at least 2-D; the dimension before seqlen_q counts as heads where it is there.
@@ -87,6 +94,8 @@ def _general(
         if not isinstance(flag, (bool, torch.SymBool)):
             raise TypeError(f"scaled_dot_product_attention(): argument '{name}' must be bool, not {type(flag).__name__}")
     if query.is_nested or key.is_nested or value.is_nested:
+        if _is_packed(query, key, value, attn_mask, enable_gqa):
+            return _packed(query, key, value, dropout_p, is_causal, scale)
         stock = torch._C._nn.scaled_dot_product_attention
         return stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     dropout_p = check_dropout_p(dropout_p)
@@ -102,6 +111,29 @@ def _general(
     mask, bias = _split_mask(attn_mask, query, key, bool(is_causal))
     out, _ = forward(prepare(query, key, value, mask, bias, scale, None, None, None, dropout_p, None, None))
     return out[0] if rank == 2 else out
+
+
+def _is_packed(query: Any, key: Any, value: Any, attn_mask: Tensor | None, enable_gqa: bool) -> bool:
+    """Whether these are nested tensors whose sequences lie one after the other, (batch, heads, seqlen*, dim) with the jagged layout."""
+    if attn_mask is not None:
+        return False
+    for tensor in (query, key, value):
+        if not tensor.is_nested or tensor.layout != torch.jagged or tensor.dim() != 4 or tensor._ragged_idx != 2 or tensor.lengths() is not None:
+            return False
+        if tensor.device.type not in devices:
+            return False
+    heads = query.shape[1]
+    fits = key.shape[1] == value.shape[1] and (heads == key.shape[1] or (enable_gqa and key.shape[1] > 0 and heads % key.shape[1] == 0))
+    return fits and len({query.dtype, key.dtype, value.dtype}) == 1
+
+
+def _packed(query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
+    rows = [tensor.transpose(1, 2).values() for tensor in (query, key, value)]
+    longest_q, longest_kv = query._get_max_seqlen(), key._get_max_seqlen()
+    mask = _TOP_LEFT if is_causal else None
+    out = attention_varlen(*rows, query.offsets(), key.offsets(), longest_q, longest_kv, mask=mask, scale=scale, dropout_p=dropout_p)
+    nested = torch.nested.nested_tensor_from_jagged(out, query.offsets(), min_seqlen=query._maybe_min_seqlen, max_seqlen=longest_q)
+    return nested.transpose(1, 2)
 
 
 def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -1,0 +1,236 @@
+// Exact attention over packed sequences, Tensor side: check, allocate, fill params by name, run the kernels.
+
+#include <algorithm>
+
+#include "backend.h"
+#include "checks.h"
+
+namespace tiled_attention {
+namespace {
+
+// What both operators take. Absent tensors stay default-constructed.
+struct VarlenArguments {
+  Tensor query, key, value, cu_seqlens_q, cu_seqlens_kv, alibi_slopes, sinks, key_lengths, documents, query_offset, dropout_seed;
+  int64_t max_seqlen_q = 0, max_seqlen_kv = 0;
+  double scale = 1, softcap = 0, dropout_p = 0;
+  IntList intervals, dropout_offsets;
+};
+
+VarlenArguments take_varlen_arguments(Arguments* stack) {
+  // Members of a braced list are evaluated in order.
+  return {stack->tensor("query"),
+          stack->tensor("key"),
+          stack->tensor("value"),
+          stack->tensor("cu_seqlens_q"),
+          stack->tensor("cu_seqlens_kv"),
+          stack->optional_tensor("alibi_slopes"),
+          stack->optional_tensor("sinks"),
+          stack->optional_tensor("key_lengths"),
+          stack->optional_tensor("documents"),
+          stack->optional_tensor("query_offset"),
+          stack->optional_tensor("dropout_seed"),
+          stack->scalar<int64_t>(),
+          stack->scalar<int64_t>(),
+          stack->scalar<double>(),
+          stack->scalar<double>(),
+          stack->scalar<double>(),
+          stack->ints(),
+          stack->ints()};
+}
+
+// (rows, heads, dim) as a view.
+void view_packed(const Tensor& tensor, DType dtype, TensorView* view) {
+  view->data = tensor.data;
+  view->dtype = dtype;
+  view->row_stride = tensor.stride(0), view->head_stride = tensor.stride(1), view->col_stride = tensor.stride(2);
+}
+
+void check_packed(const Tensor& tensor, const Tensor& query) {
+  check_same_dtype(tensor, query);
+  if (tensor.rank != 3) fail(tensor.name, " must have shape (total, heads, dim), got ", tensor.shape());
+}
+
+// int64 (num_sequences + 1,), 0 at the start, never less than before, `total` at the end, steps of at most `max_seqlen`. On CUDA values are not
+// read: kernels act as if they were limited to what they may be.
+const int64_t* check_offsets(Tensor* offsets, int64_t num_sequences, int64_t total, int64_t max_seqlen, const char* total_name, const char* max_name) {
+  read(offsets);
+  check_dtype(*offsets, codes.int64);
+  if (offsets->rank != 1 || offsets->size(0) < 1) fail(offsets->name, " must have shape (num_sequences + 1,), got ", offsets->shape());
+  if (offsets->size(0) != num_sequences + 1) {
+    fail(offsets->name, " must have shape (", num_sequences + 1, ",) as cu_seqlens_q has, got ", offsets->shape());
+  }
+  check_length(max_name, max_seqlen);
+  make_contiguous(offsets);
+  const auto* values = static_cast<const int64_t*>(offsets->data);
+  if (!device::kReadsValues) return values;
+  if (values[0] != 0) fail(offsets->name, " must start at 0, got ", values[0]);
+  for (int64_t i = 0; i < num_sequences; ++i) {
+    if (values[i + 1] < values[i]) fail(offsets->name, " must not decrease, got ", values[i], " before ", values[i + 1], " at ", i);
+    if (values[i + 1] - values[i] > max_seqlen) {
+      fail(max_name, " must be at least the length of every sequence, got ", max_seqlen, " and ", values[i + 1] - values[i], " rows in sequence ", i, " of ",
+           offsets->name);
+    }
+  }
+  if (values[num_sequences] != total) fail(offsets->name, " must end at ", total_name, " (", total, "), got ", values[num_sequences]);
+  return values;
+}
+
+// Checks all arguments and fills `params` but for results.
+void check_varlen(VarlenArguments* args, AttentionParams* params) {
+  Tensor &query = args->query, &key = args->key, &value = args->value;
+  read(&query);
+  read(&key);
+  read(&value);
+  params->dtype = dtype_of(query);
+  if (query.rank != 3) fail("query must have shape (total_q, num_heads, head_dim), got ", query.shape());
+  check_packed(key, query);
+  check_packed(value, query);
+  params->total_q = query.size(0), params->total_kv = key.size(0);
+  params->num_heads = query.size(1), params->num_heads_kv = key.size(1);
+  params->head_dim = query.size(2), params->head_dim_v = value.size(2);
+  if (key.size(2) != params->head_dim) fail("key must have the head_dim of query (", params->head_dim, "), got shape ", key.shape());
+  if (value.size(0) != params->total_kv || value.size(1) != params->num_heads_kv) {
+    fail("value must have the total_kv and num_heads_kv of key, of shape ", key.shape(), ", got shape ", value.shape());
+  }
+  if (params->num_heads_kv == 0 ? params->num_heads != 0 : params->num_heads % params->num_heads_kv != 0) {
+    fail("num_heads of query must be a multiple of num_heads_kv of key, got ", params->num_heads, " and ", params->num_heads_kv);
+  }
+  check_length("num_heads of query", params->num_heads);
+  check_head_dim("head_dim of query", params->head_dim);
+  check_head_dim("head_dim_v of value", params->head_dim_v);
+  view_packed(query, params->dtype, &params->query);
+  view_packed(key, params->dtype, &params->key);
+  view_packed(value, params->dtype, &params->value);
+
+  read(&args->cu_seqlens_q);
+  params->batch = args->cu_seqlens_q.rank == 1 ? args->cu_seqlens_q.size(0) - 1 : 0;
+  params->seqlen_q = args->max_seqlen_q, params->seqlen_kv = args->max_seqlen_kv;
+  params->cu_seqlens_q = check_offsets(&args->cu_seqlens_q, params->batch, params->total_q, params->seqlen_q, "total_q", "max_seqlen_q");
+  params->cu_seqlens_kv = check_offsets(&args->cu_seqlens_kv, params->batch, params->total_kv, params->seqlen_kv, "total_kv", "max_seqlen_kv");
+  // Longer than the tensor is no sequence; grids of keys are not to be empty.
+  params->seqlen_q = std::min(params->seqlen_q, params->total_q), params->seqlen_kv = std::max(int64_t(1), std::min(params->seqlen_kv, params->total_kv));
+  params->lse_head_stride = params->total_q;
+
+  const int32_t real = real_dtype(query.dtype);
+  params->alibi_slopes = check_array(&args->alibi_slopes, real, params->num_heads);
+  params->sinks = check_array(&args->sinks, real, params->num_heads);
+  check_finite("scale", args->scale);
+  check_finite("softcap", args->softcap);
+  if (args->softcap < 0) fail("softcap must be positive, or 0 for none, got ", args->softcap);
+  params->scale = args->scale, params->softcap = args->softcap;
+  check_dropout(args->dropout_p, &args->dropout_seed, args->dropout_offsets, &params->dropout);
+  check_intervals(args->intervals, &params->mask);
+  check_mask_arrays(&args->key_lengths, &args->query_offset, &args->documents, params->batch, &params->mask);
+}
+
+// Whether there is a row to compute; otherwise results have no elements, or belong to no sequence.
+bool has_rows(const AttentionParams& params) { return params.batch != 0 && params.num_heads != 0 && params.seqlen_q != 0; }
+
+// attention_varlen_fwd and attention_varlen: (out, lse, residual).
+void attention_varlen_fwd(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  VarlenArguments args = take_varlen_arguments(&arguments);
+  const bool with_residual = arguments.scalar<bool>();
+  const Backend backend("attention_varlen_fwd", arguments.device());
+
+  AttentionParams params;
+  check_varlen(&args, &params);
+  const int32_t dtype = args.query.dtype;
+  const int64_t lse_sizes[2] = {params.num_heads, params.total_q};
+  Tensor out = empty_in_order_of(args.query, "out", dtype, params.head_dim_v);
+  Tensor lse = empty_contiguous("lse", real_dtype(dtype), args.query.device, 2, lse_sizes);
+  const bool keeps_residual = with_residual && is_16_bit(dtype);
+  Tensor residual = keeps_residual ? empty_in_order_of(args.query, "residual", dtype, params.head_dim_v) : empty_nothing(dtype, args.query.device);
+  view_packed(out, params.dtype, &params.out);
+  if (keeps_residual) view_packed(residual, params.dtype, &params.residual);
+  params.lse = lse.data;
+  if (has_rows(params)) backend.attention_varlen_fwd(params);
+  stack[0] = out.release();
+  stack[1] = lse.release();
+  stack[2] = residual.release();
+}
+
+// lse or its gradient: Real (num_heads, total_q), made contiguous.
+void* check_lse(Tensor* lse, int32_t real, const AttentionParams& params) {
+  read(lse);
+  check_dtype(*lse, real);
+  const int64_t sizes[2] = {params.num_heads, params.total_q};
+  check_shape(*lse, sizes, 2);
+  make_contiguous(lse);
+  return lse->data;
+}
+
+// (grad_query, grad_key, grad_value, grad_alibi_slopes, grad_sinks)
+void attention_varlen_bwd(StableIValue* stack, uint64_t, uint64_t) {
+  enum { kQuery, kKey, kValue, kAlibiSlopes, kSinks, kNumGradients };
+  Arguments arguments(stack);
+  Tensor grad_out = arguments.tensor("grad_out");
+  Tensor grad_lse = arguments.optional_tensor("grad_lse");
+  VarlenArguments args = take_varlen_arguments(&arguments);
+  Tensor out = arguments.tensor("out");
+  Tensor lse = arguments.tensor("lse");
+  Tensor residual = arguments.tensor("residual");
+  const int64_t wanted = arguments.scalar<int64_t>();
+  const Backend backend("attention_varlen_bwd", arguments.device());
+
+  AttentionBackwardParams params;
+  AttentionParams& forward = params.forward;
+  check_varlen(&args, &forward);
+  const int32_t dtype = args.query.dtype, real = real_dtype(dtype);
+  if (wanted < 0 || wanted >> kNumGradients) fail("gradients must be in [0, ", 1 << kNumGradients, "), got ", wanted);
+  const Tensor* const inputs[kNumGradients] = {&args.query, &args.key, &args.value, &args.alibi_slopes, &args.sinks};
+  const char* const names[kNumGradients] = {"grad_query", "grad_key", "grad_value", "grad_alibi_slopes", "grad_sinks"};
+  const auto wants = [&](int i) { return (wanted >> i & 1) != 0; };
+  for (int i = kAlibiSlopes; i < kNumGradients; ++i) {
+    if (wants(i) && !*inputs[i]) fail("gradients asks for ", names[i], ", which needs ", inputs[i]->name, ", got None");
+  }
+  read(&grad_out);
+  check_like(grad_out, args.query, forward.head_dim_v);
+  view_packed(grad_out, forward.dtype, &params.grad_out);
+  read(&out);
+  check_like(out, args.query, forward.head_dim_v);
+  view_packed(out, forward.dtype, &forward.out);
+  read(&residual);
+  if (residual.rank != 1 || residual.size(0) != 0) {
+    check_like(residual, args.query, forward.head_dim_v);
+    if (!is_16_bit(dtype)) fail("residual must have shape (0,) beside a query of ", DTypeName{dtype}, ", got ", residual.shape());
+    view_packed(residual, forward.dtype, &forward.residual);
+  }
+  forward.lse = check_lse(&lse, real, forward);
+  if (grad_lse) params.grad_lse = check_lse(&grad_lse, real, forward);
+
+  // Those of query, key and value have its dtype, the others are Real.
+  Tensor grads[kNumGradients];
+  TensorView* const views[] = {&params.grad_query, &params.grad_key, &params.grad_value};
+  for (int i = 0; i < kNumGradients; ++i) {
+    if (!wants(i)) continue;
+    if (i <= kValue) {
+      grads[i] = empty_in_order_of(*inputs[i], names[i], dtype, inputs[i]->size(-1));
+      view_packed(grads[i], forward.dtype, views[i]);
+    } else {
+      grads[i] = empty_contiguous(names[i], real, args.query.device, 1, &forward.num_heads);
+    }
+  }
+  params.grad_alibi_slopes = grads[kAlibiSlopes].data;
+  params.grad_sinks = grads[kSinks].data;
+  if (has_rows(forward)) {
+    backend.attention_varlen_bwd(params);
+  } else {
+    for (const Tensor& grad : grads) {
+      if (grad) fill_bytes(grad, 0);
+    }
+  }
+  for (int i = 0; i < kNumGradients; ++i) {
+    if (!grads[i]) grads[i] = empty_nothing(*inputs[i] ? inputs[i]->dtype : real, args.query.device);
+    stack[i] = grads[i].release();
+  }
+}
+
+}  // namespace
+}  // namespace tiled_attention
+
+STABLE_TORCH_LIBRARY_IMPL(tiled_attention, DISPATCH_KEY, m) {
+  m.impl("attention_varlen_fwd", &tiled_attention::attention_varlen_fwd);
+  m.impl("attention_varlen", &tiled_attention::attention_varlen_fwd);
+  m.impl("attention_varlen_bwd", &tiled_attention::attention_varlen_bwd);
+}
