@@ -10,21 +10,27 @@ from .masks import Causal, Chunked, Documents, KeyLengths, Mask, PrefixLM, Sinks
 from .multihead_attention import MultiheadAttention
 from .override import override_sdpa
 from .sdpa import scaled_dot_product_attention
+from .sparse_masks import BlockSparse, Dilated, Global, RandomBlocks, Strided
 from .weights import attention_weights
 
 __all__ = [
+    "BlockSparse",
     "Causal",
     "Chunked",
+    "Dilated",
     "Documents",
     "FavorFeatures",
+    "Global",
     "KeyLengths",
     "LinearAttention",
     "LinearState",
     "Mask",
     "MultiheadAttention",
     "PrefixLM",
+    "RandomBlocks",
     "Sinks",
     "SlidingWindow",
+    "Strided",
     "attention",
     "attention_weights",
     "convert",

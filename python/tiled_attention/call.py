@@ -14,7 +14,8 @@ from . import compiled, fake  # noqa: F401  (registrations)
 from .arguments import Arguments, real_dtype
 from .autograd import record_attention
 from .library import ops
-from .masks import Mask, lower
+from .lowering import lower
+from .masks import Mask
 from .seeds import draw_seed
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
