@@ -9,6 +9,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from .arguments import NO_TENSORS
 from .call import below_autograd, check_dropout_p, check_float, default_scale, forward, prepare, run_forward, runs_plain
 from .library import ops
 from .masks import Mask
@@ -135,7 +136,7 @@ def attention(
         if scale is None:
             scale = default_scale(query.shape[-1])
         with below_autograd():
-            out, lse, _ = run_forward(query, key, value, None, None, None, None, None, None, None, None, scale, 0.0, 0.0, (), (), False)
+            out, lse, _ = run_forward(query, key, value, *NO_TENSORS, scale, 0.0, 0.0, (), (), False)
     else:
         args = prepare(query, key, value, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset)
         out, lse = forward(args)

@@ -72,6 +72,7 @@ class Problem:
         self.shift = self.intervals[0]
         if self.shift == UNBOUNDED:
             self.shift = self.seqlen_kv - (self.seqlen_q if seqlen_q is None else seqlen_q)
+        self.all_rows = self.seqlen_q if seqlen_q is None else seqlen_q
 
     def split(self, tensor: Tensor) -> Tensor:
         """(..., num_heads or 1, rows, cols) with heads as (num_heads_kv, group) or (1, 1), and of full rank."""
@@ -179,6 +180,11 @@ class Scores:
             visible = visible & (at_query == at_key) & (at_key > 0) & (at_key < args.documents.shape[-1])
         if args.mask is not None:
             visible = visible & problem.rows(args.mask, self.cut)
+        if args.block_rows is not None:
+            # Lists of the cut's items and heads; then the rows that the cut has of them.
+            lists = take(problem.split(args.block_rows), (*self.cut.leading, self.cut.heads_kv, _ALL, _ALL, _ALL))
+            dense = ops._blocks_dense(lists, args.block_tiles, args.block_bits, index[:, 0], problem.all_rows, problem.seqlen_kv)
+            visible = visible & dense
         return visible
 
     def _normalise(self, masked: Tensor) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .arguments import NO_INTERVALS
+from .arguments import NO_TENSORS
 from .call import below_autograd, cast_for_autocast, check_dropout_p, default_scale, forward, prepare, run_forward, runs_plain
 from .masks import And, Causal, Mask
 
@@ -64,9 +65,7 @@ def scaled_dot_product_attention(
             intervals = _TOP_LEFT_INTERVALS if is_causal else ()
             with below_autograd():
                 scale = default_scale(shape[-1])
-                return run_forward(
-                    query, key, value, None, None, None, None, None, None, None, None, scale, 0.0, 0.0, intervals, (), False
-                )[0]
+                return run_forward(query, key, value, *NO_TENSORS, scale, 0.0, 0.0, intervals, (), False)[0]
     return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
