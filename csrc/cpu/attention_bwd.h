@@ -158,9 +158,10 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
     const ScoreMods<Real> mods(p, mask, batch);
     sums.clear(p.seqlen_kv);
-    const int begin = chunk_begin(chunk, chunks, int(p.seqlen_q), mask), end = chunk_begin(chunk + 1, chunks, int(p.seqlen_q), mask);
+    const int rows_of_tile = query_tile_rows(p, kTileQ), step = p.blocks.rows.data ? rows_of_tile : kBlockRows;
+    const int begin = chunk_begin(chunk, chunks, int(p.seqlen_q), mask, step), end = chunk_begin(chunk + 1, chunks, int(p.seqlen_q), mask, step);
     if (begin >= end) return;
-    const QueryTiles tiles(group, begin, end - begin, kTileQ);
+    const QueryTiles tiles(group, begin, end - begin, rows_of_tile);
     for (int tile = 0; tile < tiles.count; tile++) {
       const int rows = tiles.fill(tile, head_kv * group, mask, buf.rows);
       query_tile(batch, head_kv, rows, tiles.stacked, mods, packed, sums, buf);

@@ -112,7 +112,7 @@ struct Forward {
   int slices = 1, splits = 1;
 
   Forward(const AttentionParams& p, const ThreadPool& all)
-      : p(p), pool(with_workers(all, p)), tiles(p.num_heads / p.num_heads_kv, 0, p.seqlen_q, kFwdTileQ), heads(p.batch * p.num_heads_kv) {
+      : p(p), pool(with_workers(all, p)), tiles(p.num_heads / p.num_heads_kv, 0, p.seqlen_q, query_tile_rows(p, kFwdTileQ)), heads(p.batch * p.num_heads_kv) {
     const int workers = pool.num_workers;
     splits = int((p.seqlen_kv + kSplitKV - 1) / kSplitKV);
     in_place = tiles.group * p.seqlen_q <= kInPlaceRows && tiles.count <= 1 && p.key.col_stride == 1 && p.value.col_stride == 1;
