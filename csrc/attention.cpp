@@ -8,7 +8,8 @@ namespace {
 
 // What every operator of this file takes. Absent tensors stay default-constructed.
 struct AttentionArguments {
-  Tensor query, key, value, mask, bias, alibi_slopes, sinks, key_lengths, documents, query_offset, dropout_seed;
+  Tensor query, key, value, mask, bias, alibi_slopes, sinks, key_lengths, documents, query_offset, dropout_seed, block_rows, block_tiles,
+      block_bits;
   double scale = 1, softcap = 0, dropout_p = 0;
   IntList intervals, dropout_offsets;
 };
@@ -26,11 +27,18 @@ AttentionArguments take_attention_arguments(Arguments* stack) {
           stack->optional_tensor("documents"),
           stack->optional_tensor("query_offset"),
           stack->optional_tensor("dropout_seed"),
+          stack->optional_tensor("block_rows"),
+          stack->optional_tensor("block_tiles"),
+          stack->optional_tensor("block_bits"),
           stack->scalar<double>(),
           stack->scalar<double>(),
           stack->scalar<double>(),
           stack->ints(),
           stack->ints()};
+}
+
+void check_takes_lists() {
+  if (!Backend::kTakesLists) fail("block_rows must be None on this device, where block lists are not read: pass what they show as mask");
 }
 
 // The shape of the scores: (..., num_heads, seqlen_q, seqlen_kv).
@@ -69,6 +77,8 @@ ScoreShape check_attention(AttentionArguments* args, AttentionParams* params, Ba
     check_broadcastable(args->mask, scores.sizes, scores.rank);
     batch_dims->add(args->mask, DType::kFloat32, &params->bool_mask);
   }
+  if (args->block_rows) check_takes_lists();
+  check_blocks(&args->block_rows, &args->block_tiles, &args->block_bits, scores.sizes, scores.rank, params, batch_dims);
   if (args->bias) {
     read(&args->bias);
     if (args->bias.dtype != real && !is_16_bit(args->bias.dtype)) {
@@ -236,6 +246,9 @@ void attention_weights(StableIValue* stack, uint64_t, uint64_t) {
   args.documents = arguments.optional_tensor("documents");
   args.query_offset = arguments.optional_tensor("query_offset");
   args.dropout_seed = arguments.optional_tensor("dropout_seed");
+  args.block_rows = arguments.optional_tensor("block_rows");
+  args.block_tiles = arguments.optional_tensor("block_tiles");
+  args.block_bits = arguments.optional_tensor("block_bits");
   args.scale = arguments.scalar<double>();
   args.softcap = arguments.scalar<double>();
   args.dropout_p = arguments.scalar<double>();
@@ -255,18 +268,9 @@ void attention_weights(StableIValue* stack, uint64_t, uint64_t) {
   params.average = average;
   params.num_rows = forward.seqlen_q;
   if (rows) {
-    read(&rows);
-    check_dtype(rows, codes.int64);
-    if (rows.rank != 1) fail("rows must have shape (num_rows,), got ", rows.shape());
-    make_contiguous(&rows);
+    check_rows(&rows, forward.seqlen_q);
     params.num_rows = rows.size(0);
-    check_length("the number of rows", params.num_rows);
     params.rows = static_cast<const int64_t*>(rows.data);
-    for (int64_t i = 0; device::kReadsValues && i < params.num_rows; ++i) {
-      if (params.rows[i] < 0 || params.rows[i] >= forward.seqlen_q) {
-        fail("rows must be in [0, seqlen_q = ", forward.seqlen_q, "), got ", params.rows[i], " at ", i);
-      }
-    }
   }
   int64_t sizes[kMaxRank];
   std::memcpy(sizes, scores.sizes, sizeof(sizes));
@@ -305,6 +309,48 @@ void dropout_mask(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = keep.release();
 }
 
+// bool (..., num_rows, seqlen_kv): what a block list shows some rows, (...) those of block_rows.
+void blocks_dense(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  Tensor block_rows = arguments.tensor("block_rows");
+  Tensor block_tiles = arguments.tensor("block_tiles");
+  Tensor block_bits = arguments.tensor("block_bits");
+  Tensor rows = arguments.tensor("rows");
+  check_takes_lists();
+  const int64_t seqlen_q = arguments.scalar<int64_t>(), seqlen_kv = arguments.scalar<int64_t>();
+
+  check_length("seqlen_q", seqlen_q);
+  check_length("seqlen_kv", seqlen_kv);
+  read(&block_rows);
+  // The leading dimensions as one of heads.
+  make_contiguous(&block_rows);
+  if (block_rows.rank < 2) fail("block_rows must have shape (..., tiles of queries, 2), got ", block_rows.shape());
+  int64_t sizes[kMaxRank], lists = 1;
+  for (int64_t i = 0; i < block_rows.rank - 2; ++i) lists *= sizes[i] = block_rows.size(i);
+  sizes[block_rows.rank - 2] = seqlen_q, sizes[block_rows.rank - 1] = seqlen_kv;
+  AttentionParams params;
+  BatchDims batch_dims;
+  check_blocks(&block_rows, &block_tiles, &block_bits, sizes, block_rows.rank, &params, &batch_dims);
+  params.blocks.rows.head_stride = (seqlen_q + kListTile - 1) / kListTile * 2;
+  check_rows(&rows, seqlen_q);
+  sizes[block_rows.rank - 2] = rows.size(0);
+  Tensor visible = empty_contiguous("the mask", codes.boolean, block_rows.device, block_rows.rank, sizes);
+  bool* to = static_cast<bool*>(visible.data);
+  const BlockList list{params.blocks, static_cast<const int32_t*>(block_rows.data)};
+  for (int64_t l = 0; seqlen_kv && l < lists; ++l) {
+    for (int64_t i = 0; i < rows.size(0); ++i, to += seqlen_kv) {
+      const int64_t query = static_cast<const int64_t*>(rows.data)[i];
+      std::memset(to, 0, static_cast<size_t>(seqlen_kv));
+      const BlockList::Range range = list.range(l, query);
+      for (const ListedTile* entry = range.begin; entry < range.end; ++entry) {
+        const int64_t first = int64_t(entry->keys) * kListTile;
+        for (int64_t j = first; j < first + kListTile && j < seqlen_kv; ++j) to[j] = list.word(*entry, query) >> (j - first) & 1;
+      }
+    }
+  }
+  stack[0] = visible.release();
+}
+
 // bool (batch, seqlen_q, seqlen_kv)
 void mask_dense(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
@@ -338,6 +384,7 @@ STABLE_TORCH_LIBRARY_IMPL(tiled_attention, DISPATCH_KEY, m) {
   m.impl("attention_bwd", &tiled_attention::attention_bwd);
   m.impl("attention_weights", &tiled_attention::attention_weights);
   m.impl("dropout_mask", &tiled_attention::dropout_mask);
+  m.impl("_blocks_dense", &tiled_attention::blocks_dense);
 }
 
 // No argument need be a tensor: on the CPU no backend key may be there to choose by.

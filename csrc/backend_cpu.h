@@ -12,6 +12,7 @@ namespace tiled_attention {
 
 class Backend {
  public:
+  static constexpr bool kTakesLists = true;
   Backend(const char* /*op*/, int32_t /*device*/) : table_(kernels()) {}
 
   void attention_fwd(const AttentionParams& params) const { run(table_.attention_fwd_scratch, table_.attention_fwd, params); }

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "core/block_list.h"
 #include "core/params.h"
 #include "tensor.h"
 
@@ -24,6 +25,7 @@ struct DTypeName {
         {codes.bfloat16, "bfloat16"},
         {codes.float16, "float16"},
         {codes.int64, "int64"},
+        {codes.int32, "int32"},
         {codes.boolean, "bool"},
         {codes.uint8, "uint8"},
         {aoti_torch_dtype_int8(), "int8"},
@@ -151,7 +153,7 @@ class BatchDims {
     const Tensor* tensor;
     TensorView* view;
   };
-  static constexpr int kMaxOperands = 12;
+  static constexpr int kMaxOperands = 13;
   Operand operands_[kMaxOperands];
   int count_ = 0;
 };
@@ -243,6 +245,63 @@ inline void check_length(const char* name, int64_t length) {
 
 inline void check_head_dim(const char* name, int64_t head_dim) {
   if (head_dim > kMaxHeadDim) fail(name, " must be at most ", kMaxHeadDim, ", got ", head_dim);
+}
+
+// Chosen query rows: int64 (num_rows,) in [0, seqlen_q).
+inline void check_rows(Tensor* rows, int64_t seqlen_q) {
+  read(rows);
+  check_dtype(*rows, codes.int64);
+  if (rows->rank != 1) fail("rows must have shape (num_rows,), got ", rows->shape());
+  make_contiguous(rows);
+  check_length("the number of rows", rows->size(0));
+  const int64_t* values = static_cast<const int64_t*>(rows->data);
+  for (int64_t i = 0; device::kReadsValues && i < rows->size(0); ++i) {
+    if (values[i] < 0 || values[i] >= seqlen_q) fail("rows must be in [0, seqlen_q = ", seqlen_q, "), got ", values[i], " at ", i);
+  }
+}
+
+// A block list beside scores of `sizes`: int32 (..., tiles of queries, 2) that broadcasts to (batch..., num_heads, ., .), int32 (entries, 2) and
+// int64 (partial tiles, kListTile). All or none.
+inline void check_blocks(Tensor* rows, Tensor* tiles, Tensor* bits, const int64_t* sizes, int64_t rank, AttentionParams* params, BatchDims* batch_dims) {
+  if (!*rows && !*tiles && !*bits) return;
+  for (const Tensor* tensor : {rows, tiles, bits}) {
+    if (!*tensor) fail("block_rows, block_tiles and block_bits must be given together, got only some of them");
+  }
+  for (Tensor* tensor : {rows, tiles, bits}) {
+    read(tensor);
+    check_dtype(*tensor, tensor == bits ? codes.int64 : codes.int32);
+  }
+  int64_t expected[kMaxRank];
+  std::memcpy(expected, sizes, static_cast<size_t>(rank) * sizeof(int64_t));
+  expected[rank - 2] = (sizes[rank - 2] + kListTile - 1) / kListTile, expected[rank - 1] = 2;
+  check_broadcastable(*rows, expected, rank);
+  if (rows->rank < 2 || rows->size(-1) != 2 || rows->size(-2) != expected[rank - 2]) {
+    fail("block_rows must have shape (..., ", expected[rank - 2], ", 2), got ", rows->shape());
+  }
+  const int64_t entry[2] = {tiles->rank > 0 ? tiles->size(0) : 0, 2}, words[2] = {bits->rank > 0 ? bits->size(0) : 0, kListTile};
+  check_shape(*tiles, entry, 2);
+  check_shape(*bits, words, 2);
+  make_contiguous(rows);
+  make_contiguous(tiles);
+  make_contiguous(bits);
+  params->blocks.tiles = static_cast<const ListedTile*>(tiles->data);
+  params->blocks.bits = static_cast<const uint64_t*>(bits->data);
+  const int32_t* range = static_cast<const int32_t*>(rows->data);
+  const int64_t tiles_kv = (sizes[rank - 1] + kListTile - 1) / kListTile;
+  for (int64_t i = 0; i < rows->numel(); i += 2) {
+    if (range[i] < 0 || range[i + 1] < range[i] || range[i + 1] > entry[0]) {
+      fail("block_rows must hold ranges in [0, ", entry[0], "], got [", range[i], ", ", range[i + 1], ") at ", i / 2);
+    }
+    for (int64_t e = range[i]; e < range[i + 1]; ++e) {
+      const ListedTile& tile = params->blocks.tiles[e];
+      const int64_t least = e > range[i] ? int64_t(params->blocks.tiles[e - 1].keys) + 1 : 0;
+      if (tile.keys < least || tile.keys >= tiles_kv || tile.bits >= words[0]) {
+        fail("block_tiles must hold increasing tiles of keys in [0, ", tiles_kv, ") and places in block_bits below ", words[0], ", got ", tile.keys, " and ",
+             tile.bits, " at ", e);
+      }
+    }
+  }
+  batch_dims->add(*rows, DType::kFloat32, &params->blocks.rows);
 }
 
 inline void check_batch_size(const char* name, int64_t size) {

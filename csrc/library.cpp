@@ -65,8 +65,8 @@ bool in_forked_child() { return forked.load(std::memory_order_relaxed); }
 // How a row's score is made: dtypes and shapes as in docs/semantics.md.
 #define MASKS_AND_SCORES(SINKS)                                                                                   \
   "Tensor? mask, Tensor? bias, Tensor? alibi_slopes, " SINKS "Tensor? key_lengths, Tensor? documents, "           \
-  "Tensor? query_offset, Tensor? dropout_seed, float scale, float softcap, float dropout_p, SymInt[] intervals, " \
-  "SymInt[] dropout_offsets"
+  "Tensor? query_offset, Tensor? dropout_seed, Tensor? block_rows, Tensor? block_tiles, Tensor? block_bits, "     \
+  "float scale, float softcap, float dropout_p, SymInt[] intervals, SymInt[] dropout_offsets"
 #define ATTENTION_ARGUMENTS "Tensor query, Tensor key, Tensor value, " MASKS_AND_SCORES("Tensor? sinks, ")
 #define ADDITIVE_MASKS                                                                                                      \
   "Tensor score_weight, Tensor? mask, Tensor? key_lengths, Tensor? documents, Tensor? query_offset, Tensor? dropout_seed, " \
@@ -121,6 +121,7 @@ STABLE_TORCH_LIBRARY(tiled_attention, m) {
         "SymInt[] dropout_offsets) -> Tensor");
   m.def("_mask_dense(SymInt[] intervals, Tensor? key_lengths, Tensor? documents, Tensor? query_offset, SymInt batch, "
         "SymInt seqlen_q, SymInt seqlen_kv) -> Tensor");
+  m.def("_blocks_dense(Tensor block_rows, Tensor block_tiles, Tensor block_bits, Tensor rows, SymInt seqlen_q, SymInt seqlen_kv) -> Tensor");
   m.def("_isa() -> str");
   m.def("_available_isas() -> str");
   m.def("_set_isa(str isa) -> ()");

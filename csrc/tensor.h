@@ -22,7 +22,7 @@ constexpr int64_t kMaxRank = 64;
 struct Codes {
   int32_t float32 = aoti_torch_dtype_float32(), float64 = aoti_torch_dtype_float64();
   int32_t bfloat16 = aoti_torch_dtype_bfloat16(), float16 = aoti_torch_dtype_float16();
-  int32_t int64 = aoti_torch_dtype_int64(), boolean = aoti_torch_dtype_bool(), uint8 = aoti_torch_dtype_uint8();
+  int32_t int32 = aoti_torch_dtype_int32(), int64 = aoti_torch_dtype_int64(), boolean = aoti_torch_dtype_bool(), uint8 = aoti_torch_dtype_uint8();
 };
 inline const Codes codes;
 

@@ -81,13 +81,11 @@ MASKS = [
 
 @pytest.mark.parametrize("offset", (None, 2, (0, 5)))
 @pytest.mark.parametrize("mask", MASKS)
-def test_visible_pairs(mask, offset, monkeypatch):
+def test_visible_pairs(mask, offset):
     case = Case(num_heads=4, seqlen_q=9, seqlen_kv=14, mask=mask, query_offset=offset, head_dim_v=5)
     x = case.inputs()
-    for at_once in (1 << 24, 30):  # in blocks of two rows, too
-        monkeypatch.setattr(ta.masks, "_PAIRS_AT_ONCE", at_once)
-        found = ta.flops(x.query, x.key, x.value, mask=x.mask, query_offset=x.query_offset)
-        assert found == (case.flops(), case.flops(backward=True))
+    found = ta.flops(x.query, x.key, x.value, mask=x.mask, query_offset=x.query_offset)
+    assert found == (case.flops(), case.flops(backward=True))
 
 
 def test_large_masks_are_counted_in_blocks():

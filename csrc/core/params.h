@@ -40,6 +40,17 @@ struct MaskParams {
   int64_t num_documents = 0;
 };
 
+// What of the pairs a block list shows (block_list.h), beside MaskParams and bool masks.
+constexpr int kListTile = 64;  // queries and keys of a tile
+struct ListedTile {
+  int32_t keys, bits;  // which tile of keys; where in BlockListParams::bits, negative: all of it is visible
+};
+struct BlockListParams {
+  TensorView rows;                    // int32 (batch..., num_heads, tiles of queries, 2): [begin, end) in `tiles`; absent: no list
+  const ListedTile* tiles = nullptr;  // increasing tiles of keys in each range
+  const uint64_t* bits = nullptr;     // [partial tiles][kListTile]
+};
+
 // Philox counters are absolute: a shard, a piece or a decode step adds where it starts.
 struct DropoutParams {
   double p = 0;  // in [0, 1]
@@ -63,6 +74,7 @@ struct AttentionParams {
   MaskParams mask;
   DropoutParams dropout;
   TensorView query, key, value;
+  BlockListParams blocks;
   TensorView bool_mask;        // bytes, 0 = masked; broadcast dimensions have stride 0; may be absent
   TensorView bias;             // Real, kBFloat16 or kFloat16; may be absent. By distance (is_by_distance): data is where i = j = 0 lies
   const void* alibi_slopes = nullptr;  // Real [num_heads], may be null

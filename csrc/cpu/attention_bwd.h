@@ -159,9 +159,10 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
     const ScoreMods<Real> mods(p, mask, batch);
     sums.clear(p.seqlen_kv, group);
-    const int begin = chunk_begin(chunk, chunks, int(p.seqlen_q), mask), end = chunk_begin(chunk + 1, chunks, int(p.seqlen_q), mask);
+    const int rows_of_tile = query_tile_rows(p, kTileQ), step = p.blocks.rows.data ? rows_of_tile : kBlockRows;
+    const int begin = chunk_begin(chunk, chunks, int(p.seqlen_q), mask, step), end = chunk_begin(chunk + 1, chunks, int(p.seqlen_q), mask, step);
     if (begin >= end) return;
-    const QueryTiles tiles(group, begin, end - begin, kTileQ);
+    const QueryTiles tiles(group, begin, end - begin, rows_of_tile);
     for (int tile = 0; tile < tiles.count; tile++) {
       const int rows = tiles.fill(tile, head_kv * group, mask, buf.rows);
       query_tile(batch, head_kv, rows, tiles.stacked, mods, packed, sums, buf);
@@ -237,7 +238,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     }
     bool coarse = false;
     for (int i = 0; i < rows; i++) coarse = coarse || lse_is_coarse<T>(buf.row_lse[i]);
-    if (coarse) normalise_again(rows, blocks, hull(main, sinks), mods, packed, buf);
+    ListedKeys listed_keys, *const listed = mods.list.is_given() ? &listed_keys : nullptr;
+    if (coarse) normalise_again(rows, blocks, hull(main, sinks), mods, listed, packed, buf);
     for (int i = 0; i < rows; i++) {
       buf.row_sink[i] = this->grad_sink(batch, i, buf);
     }
@@ -248,22 +250,38 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     for (const Interval range : ranges)
       for (int kv_begin = max_of(next, round_down(range.begin, kTileKV)); kv_begin < range.end; kv_begin += kTileKV) {
         next = kv_begin + kTileKV;
+        if (listed) {
+          const int key = mods.next_listed(buf.rows, rows, kv_begin);
+          if (key >= range.end) break;
+          if (key >= next) {
+            kv_begin = round_down(key, kTileKV) - kTileKV;
+            continue;
+          }
+        }
         const int kv_end = min_of(kv_begin + kTileKV, max_of(main.end, sinks.end));
         if (kDrop && in_registers) dropout.begin_tile(kv_begin, kv_end);
-        Interval seen[kBlocks];
+        KeyRuns seen[kBlocks];
         for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
           const BlockKeys& block = blocks[i0 / kBlockRows];
           const int count = min_of(kBlockRows, rows - i0);
-          const Interval s = seen[i0 / kBlockRows] = mods.shown(buf.rows + i0, count, block.within(kv_begin, kv_end), kPanel<Unit>);
-          if (is_empty(s)) zero_block(buf, i0, count);
-          else block_of_rows(batch, head_kv, i0, count, kv_begin, kv_end, s, block, in_registers, coarse, mods, dropout, packed, sums, buf);
+          KeyRuns& runs = seen[i0 / kBlockRows];
+          runs.count = 0;
+          if (!listed || mods.look_up(buf.rows + i0, count, kv_begin, kv_end, listed))
+            runs = mods.runs(buf.rows + i0, count, block.within(kv_begin, kv_end), kPanel<Unit>, listed);
+          if (!runs.count) zero_block(buf, i0, count);
+          for (int r = 0; r < runs.count; r++) {
+            // Zeros from the run before to this one, and behind the last.
+            const Interval zeros = {r == 0 ? 0 : round_up(runs.run[r - 1].end - kv_begin, kPanel<Unit>),
+                                    r + 1 == runs.count ? round_up(kv_end - kv_begin, kPanel<Unit>) : 0};
+            block_of_rows(batch, head_kv, i0, count, kv_begin, zeros, runs.run[r], block, in_registers, coarse, mods, listed, dropout, packed, sums, buf);
+          }
         }
         // grad_value += probs^T grad_out, grad_key += grad_scores^T query: blocks of keys, reduction over the rows that see them.
         for (int j = kv_begin; j < kv_end; j += kBlockRows) {
           const int count = min_of(kBlockRows, kv_end - j);
           int begin = 0, end = rows;
-          while (begin < rows && is_empty(intersect(seen[begin / kBlockRows], j, j + count))) begin += kBlockRows;
-          while (end > begin && is_empty(intersect(seen[(end - 1) / kBlockRows], j, j + count))) end = round_down(end - 1, kBlockRows);
+          while (begin < rows && !seen[begin / kBlockRows].sees_some(j, j + count)) begin += kBlockRows;
+          while (end > begin && !seen[(end - 1) / kBlockRows].sees_some(j, j + count)) end = round_down(end - 1, kBlockRows);
           while (begin < end && !sees_some(buf.rows[begin].keys, j, j + count)) begin++;
           while (begin < end && !sees_some(buf.rows[end - 1].keys, j, j + count)) end--;
           if (begin >= end) continue;
@@ -284,9 +302,10 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     }
   }
 
-  // Probabilities and grad_scores of the visible part of one block of rows; zero in the rest of [kv_begin, kv_end). Adds to grad_query.
-  void block_of_rows(int64_t batch, int head_kv, int i0, int rows, int kv_begin, int kv_end, Interval seen, const BlockKeys& block, bool in_registers,
-                     bool coarse, const ScoreMods<Real>& mods, const Dropout& dropout, const Packed& packed, const Sums& sums, const Buffers& buf) const {
+  // Probabilities and grad_scores of the visible part of one block of rows; zero in the rest of `zeros`, columns from kv_begin. Adds to grad_query.
+  void block_of_rows(int64_t batch, int head_kv, int i0, int rows, int kv_begin, Interval zeros, Interval seen, const BlockKeys& block, bool in_registers,
+                     bool coarse, const ScoreMods<Real>& mods, const ListedKeys* listed, const Dropout& dropout, const Packed& packed, const Sums& sums,
+                     const Buffers& buf) const {
     const int begin = round_down(seen.begin, kPanel<Unit>), end = seen.end;
     const int left = begin - kv_begin, cols = round_up(end - begin, kPanel<Unit>), panel = begin / kPanel<Unit>;
     Real* scores = (kSize == 1 ? (Real*)buf.probs + i0 * kTileKV : buf.block_scores) + left;
@@ -297,7 +316,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     gemm_from(seen.begin - begin, rows, end - begin, units<Unit>(int(p.head_dim_v)), buf.grad_out_rows + i0 * buf.grad_out_stride, buf.grad_out_stride,
               packed.value_transposed + panel * packed.value_transposed_stride, packed.value_transposed_stride, grads, kTileKV);
     Real* tanhs = buf.tanhs + left;
-    Real factor = hide_scores(tile_rows, rows, begin, end, cols, block, scores, tanhs, mods);
+    Real factor = hide_scores(tile_rows, rows, begin, end, cols, block, scores, tanhs, mods, listed);
     const bool full = covers(block.full, begin, begin + cols);
     if (coarse) {
       for (int i = 0; i < rows; i++)
@@ -310,7 +329,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     if (select) gradients<true>(batch, i0, rows, begin, left, cols, factor, in_pairs, in_registers, scores, grads, dropout, buf);
     else gradients<false>(batch, i0, rows, begin, left, cols, factor, in_pairs, in_registers, scores, grads, dropout, buf);
     if (extra) extra_gradients(batch, i0, rows, begin, end, grads, tanhs, mods, sums, buf);
-    finish_rows(i0, rows, left, cols, round_up(kv_end - kv_begin, kPanel<Unit>), in_pairs, scores, grads, buf);
+    finish_rows(i0, rows, left, cols, zeros, in_pairs, scores, grads, buf);
 
     if (!params.grad_query.data) return;
     const int first = round_down(seen.begin, kSize);
@@ -325,28 +344,28 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
 
   // Modifiers and row intervals of a block of scores. Returns what the scores are still to be multiplied by.
   Real hide_scores(const TileRow* tile_rows, int rows, int begin, int end, int cols, const BlockKeys& block, Real* scores, Real* tanhs,
-                   const ScoreMods<Real>& mods) const {
-    const Real factor = mods.apply(tile_rows, rows, begin, end, scores, kTileKV, tanhs);
+                   const ScoreMods<Real>& mods, const ListedKeys* listed) const {
+    const Real factor = mods.apply(tile_rows, rows, begin, end, scores, kTileKV, tanhs, listed);
     if (!covers(block.full, begin, begin + cols))
       for (int i = 0; i < rows; i++) mask_row(scores + i * kTileKV, cols, begin, tile_rows[i].keys);
     return factor;
   }
 
   // The maximum and sum of the rows whose lse is too coarse: row_shift and row_lse of a tile, from one more pass over its scores.
-  __attribute__((noinline)) void normalise_again(int rows, const BlockKeys* blocks, Interval keys, const ScoreMods<Real>& mods, const Packed& packed,
-                                                 const Buffers& buf) const {
+  __attribute__((noinline)) void normalise_again(int rows, const BlockKeys* blocks, Interval keys, const ScoreMods<Real>& mods, ListedKeys* listed,
+                                                 const Packed& packed, const Buffers& buf) const {
     buf.coarse.clear(kTileQ);
     for (int kv_begin = round_down(keys.begin, kTileKV); kv_begin < keys.end; kv_begin += kTileKV)
       for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
         const BlockKeys& block = blocks[i0 / kBlockRows];
         const Interval seen = block.within(kv_begin, min_of(kv_begin + kTileKV, keys.end));
-        if (is_empty(seen)) continue;
         const int begin = round_down(seen.begin, kPanel<Unit>), count = min_of(kBlockRows, rows - i0), cols = round_up(seen.end - begin, kPanel<Unit>);
+        if (is_empty(seen) || (listed && !mods.look_up(buf.rows + i0, count, begin, seen.end, listed))) continue;
         Real* scores = kSize == 1 ? (Real*)buf.probs : buf.block_scores;
         gemm<Left::RowMajor, Store::Overwrite>(count, cols, units<Unit>(int(p.head_dim)), buf.query_rows + i0 * buf.query_stride, buf.query_stride,
                                                packed.key_transposed + begin / kPanel<Unit> * packed.key_transposed_stride, packed.key_transposed_stride,
                                                scores, kTileKV);
-        const Real factor = hide_scores(buf.rows + i0, count, begin, seen.end, cols, block, scores, nullptr, mods);
+        const Real factor = hide_scores(buf.rows + i0, count, begin, seen.end, cols, block, scores, nullptr, mods, listed);
         softmax_block<Unit, false>(count, cols, kTileKV, scores, (Unit*)scores, factor, buf.coarse.from(i0), 0, BlockDropout<Real>());
       }
     for (int i = 0; i < rows; i++) {
@@ -450,7 +469,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   }
 
   // Pairs where they are still rows, and zeros around the columns that were computed: the blocks of keys may read there.
-  void finish_rows(int i0, int rows, int left, int cols, int width, [[maybe_unused]] bool in_pairs, [[maybe_unused]] Real* scores, [[maybe_unused]] Real* grads,
+  void finish_rows(int i0, int rows, int left, int cols, Interval zeros, [[maybe_unused]] bool in_pairs, [[maybe_unused]] Real* scores, [[maybe_unused]] Real* grads,
                    const Buffers& buf) const {
     for (int i = 0; i < rows; i += kSize) {
 #if defined(__AVX512BF16__)
@@ -462,8 +481,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
 #endif
       Unit* const outer_rows[] = {buf.probs + (i0 + i) / kSize * kTileKV, buf.grad_scores + (i0 + i) / kSize * kTileKV};
       for (Unit* row : outer_rows) {
-        if (left > 0) memset(row, 0, left * sizeof(Unit));
-        if (left + cols < width) memset(row + left + cols, 0, (width - left - cols) * sizeof(Unit));
+        if (left > zeros.begin) memset(row + zeros.begin, 0, (left - zeros.begin) * sizeof(Unit));
+        if (left + cols < zeros.end) memset(row + left + cols, 0, (zeros.end - left - cols) * sizeof(Unit));
       }
     }
   }

@@ -21,7 +21,7 @@ constexpr int kFwdTileQ = whole_steps(FWD_TILE_Q, kBlockRows), kFwdTileKV = whol
 #define SPLIT_KV 2048
 #endif
 constexpr int kSplitKV = SPLIT_KV;
-static_assert(kSplitKV % kFwdTileKV == 0 && kFwdTileKV <= ScoreMods<float>::kMaxCols, "");
+static_assert(kSplitKV % kFwdTileKV == 0 && kFwdTileKV <= kMaxCols, "");
 
 // Packed keys and values of one kv head, tile by tile: key panels [head_dim][kPanel], then value panels [tile_kv][kPanel].
 template <class Unit>
@@ -55,7 +55,7 @@ struct ForwardBuffers {
   Unit* query;      // [tile_q][query_stride]
   Real* scores;     // [block][tile_kv], and for bf16 pairs the probabilities apart from them
   Unit* probs;
-  Real* tile_out;   // [in place rows][out_stride]
+  Real* tile_out;   // [block, or in place rows][out_stride]
   RowState<Real> state, total;  // of the split, and of the splits before where there are any
   Philox::Keys* dropout_keys;
   uint32_t* dropout_bits;       // [block][tile_kv and what row_bits() needs]
@@ -77,7 +77,7 @@ struct ForwardBuffers {
     query = scratch.take<Unit>(int64_t(kFwdTileQ) * query_stride);
     scores = scratch.take<Real>(kBlockRows * kFwdTileKV);
     probs = kUnitSize<Unit> == 1 ? (Unit*)scores : scratch.take<Unit>(kBlockRows * kFwdTileKV / 2);
-    tile_out = scratch.take<Real>(kInPlaceRows * out_stride);
+    tile_out = scratch.take<Real>(max_of(kInPlaceRows, kBlockRows) * out_stride);
     state = take_state(kFwdTileQ, out_stride, scratch);
     total = p.seqlen_kv > kSplitKV ? take_state(kFwdTileQ, out_stride, scratch) : RowState<Real>();
     dropout_keys = scratch.take<Philox::Keys>(kDrop ? kFwdTileKV / kPhiloxGroup : 0);
@@ -112,7 +112,7 @@ struct Forward {
   int slices = 1, splits = 1;
 
   Forward(const AttentionParams& p, const ThreadPool& all)
-      : p(p), pool(with_workers(all, p)), tiles(p.num_heads / p.num_heads_kv, 0, p.seqlen_q, kFwdTileQ), heads(p.batch * p.num_heads_kv) {
+      : p(p), pool(with_workers(all, p)), tiles(p.num_heads / p.num_heads_kv, 0, p.seqlen_q, query_tile_rows(p, kFwdTileQ)), heads(p.batch * p.num_heads_kv) {
     const int workers = pool.num_workers;
     splits = int((p.seqlen_kv + kSplitKV - 1) / kSplitKV);
     in_place = tiles.group * p.seqlen_q <= kInPlaceRows && tiles.count <= 1 && p.key.col_stride == 1 && p.value.col_stride == 1;
@@ -266,6 +266,7 @@ struct Forward {
       main = hull(main, block.main), sinks = hull(sinks, block.sinks);
     }
     const Dropout dropout(p.dropout, batch, buf.rows[0].head, buf.dropout_keys);
+    ListedKeys listed_keys, *const listed = mods.list.is_given() ? &listed_keys : nullptr;
     // The tile of keys stays in L2 while the blocks of query rows pass over it; one block of scores stays in L1. Tiles start at multiples
     // of their size, not where this tile of queries begins to see: a row is the same bits alone and among others.
     int split = kv_from / kSplitKV, next = kv_from;
@@ -273,6 +274,14 @@ struct Forward {
     for (const Interval range : ranges)
       for (int kv_begin = max_of(next, round_down(range.begin, kFwdTileKV)); kv_begin < range.end; kv_begin += kFwdTileKV) {
         next = kv_begin + kFwdTileKV;
+        if (listed) {
+          const int key = mods.next_listed(buf.rows, rows, kv_begin);
+          if (key >= range.end) break;
+          if (key >= next) {
+            kv_begin = round_down(key, kFwdTileKV) - kFwdTileKV;
+            continue;
+          }
+        }
         if (kv_begin / kSplitKV != split) {
           add_split();
           for (bool& s : started) s = false;
@@ -281,15 +290,18 @@ struct Forward {
         bool packed = false;
         for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
           const BlockKeys& block = blocks[i0 / kBlockRows];
-          const Interval seen =
-              mods.shown(buf.rows + i0, min_of(kBlockRows, rows - i0), block.within(kv_begin, min_of(kv_begin + kFwdTileKV, kv_to)), kPanel<Unit>);
-          if (is_empty(seen)) continue;
+          const int count = min_of(kBlockRows, rows - i0), kv_end = min_of(kv_begin + kFwdTileKV, kv_to);
+          if (listed && !mods.look_up(buf.rows + i0, count, kv_begin, kv_end, listed)) continue;
+          const KeyRuns seen = mods.runs(buf.rows + i0, count, block.within(kv_begin, kv_end), kPanel<Unit>, listed);
+          if (!seen.count) continue;
           if (!packed) {
             if (!in_place) pack_tile(batch, head_kv, kv_begin / kFwdTileKV, keys, buf);
             if (kDrop && in_registers()) dropout.begin_tile(kv_begin, min_of(kv_begin + kFwdTileKV, kv_to));
             packed = true;
           }
-          block_of_rows(batch, head_kv, i0, min_of(kBlockRows, rows - i0), kv_begin, seen, block, started[i0 / kBlockRows], mods, dropout, keys, buf);
+          if (seen.count == 1 || in_place)
+            block_of_rows(batch, head_kv, i0, count, kv_begin, seen.hull(), block, started[i0 / kBlockRows], mods, listed, dropout, keys, buf);
+          else block_of_runs(batch, head_kv, i0, count, kv_begin, seen, block, started[i0 / kBlockRows], mods, listed, keys, buf);
           started[i0 / kBlockRows] = true;
         }
       }
@@ -300,7 +312,8 @@ struct Forward {
 
   // Rows [i0, i0 + rows) of the tile and the keys that they see of the key tile at kv_begin. Scores count from the panel in which those begin.
   ALWAYS_INLINE void block_of_rows(int64_t batch, int head_kv, int i0, int rows, int kv_begin, Interval seen, const BlockKeys& block, bool started,
-                                   const ScoreMods<Real>& mods, const Dropout& dropout, const Packed& keys, const Buffers& buf) const {
+                                   const ScoreMods<Real>& mods, const ListedKeys* listed, const Dropout& dropout, const Packed& keys,
+                                   const Buffers& buf) const {
     const int begin = round_down(seen.begin, kPanel<Unit>), end = seen.end;
     const int cols = round_up(end - begin, kPanel<Unit>), stride = kFwdTileKV / kUnitSize<Unit>, tile = keys.single ? 0 : kv_begin / kFwdTileKV;
     const int head_dim = int(p.head_dim), head_dim_v = int(p.head_dim_v);
@@ -315,7 +328,7 @@ struct Forward {
       gemm_from(seen.begin - begin, rows, end - begin, units<Unit>(head_dim), query, buf.query_stride, key, keys.key_panel, buf.scores, kFwdTileKV);
     }
 
-    const Real factor = mods.apply(tile_rows, rows, begin, end, buf.scores, kFwdTileKV, nullptr);
+    const Real factor = mods.apply(tile_rows, rows, begin, end, buf.scores, kFwdTileKV, nullptr, listed);
     if (!covers(block.full, begin, begin + cols))
       for (int i = 0; i < rows; i++) mask_row(buf.scores + i * kFwdTileKV, cols, begin, tile_rows[i].keys);
 
@@ -338,6 +351,60 @@ struct Forward {
       gemm<Left::RowMajor, Store::Overwrite>(rows, head_dim_v, units<Unit>(end - first), probs, stride, value, keys.value_panel, state.out, state.out_stride);
     if (keys.state[tile] == Packed::kNonfinite)
       add_nonfinite(mods, tile_rows, rows, first, end, probs, stride, matrix<const T>(p, p.value, batch, head_kv), head_dim_v, state.out, state.out_stride);
+  }
+
+  // The same where the rows see several runs of keys. Scores of the runs stand one behind the other, and the product with values is one chain
+  // over all of them: rows that do not see a run keep the bits that they have without it.
+  __attribute__((noinline)) void block_of_runs(int64_t batch, int head_kv, int i0, int rows, int kv_begin, const KeyRuns& seen, const BlockKeys& block,
+                                               bool started, const ScoreMods<Real>& mods, const ListedKeys* listed, const Packed& keys,
+                                               const Buffers& buf) const {
+    const int stride = kFwdTileKV / kUnitSize<Unit>, tile = keys.single ? 0 : kv_begin / kFwdTileKV, head_dim_v = int(p.head_dim_v);
+    const TileRow* tile_rows = buf.rows + i0;
+    Real factor = 1;
+    int cols = 0;
+    const uint32_t* bits[kBlockRows];
+    for (int r = 0; r < seen.count; r++) {
+      const int begin = round_down(seen.run[r].begin, kPanel<Unit>), end = seen.run[r].end, width = round_up(end - begin, kPanel<Unit>);
+      Real* scores = buf.scores + cols;
+      gemm<Left::RowMajor, Store::Overwrite>(rows, end - begin, units<Unit>(int(p.head_dim)), buf.query + i0 * buf.query_stride, buf.query_stride,
+                                             keys.key + tile * keys.key_tile + (begin - kv_begin) / kPanel<Unit> * keys.key_panel, keys.key_panel, scores,
+                                             kFwdTileKV);
+      factor = mods.apply(tile_rows, rows, begin, end, scores, kFwdTileKV, nullptr, listed);
+      if (!covers(block.full, begin, begin + width))
+        for (int i = 0; i < rows; i++) mask_row(scores + i * kFwdTileKV, width, begin, tile_rows[i].keys);
+      if (kDrop)
+        for (int i = 0; i < rows; i++) {
+          uint32_t words[Dropout::row_bits_size(kFwdTileKV)], *to = buf.dropout_bits + i * Dropout::row_bits_size(kFwdTileKV);
+          const Dropout dropout(p.dropout, batch, tile_rows[i].head, nullptr);
+          memcpy(to + cols, dropout.row_bits(tile_rows[i].query, begin, width, words), width * sizeof(uint32_t));
+          bits[i] = to;
+        }
+      cols += width;
+    }
+    const RowState<Real> state = buf.state.from(i0);
+    const Dropout dropout(p.dropout, batch, tile_rows[0].head, nullptr);
+    softmax_block<Unit, kDrop>(rows, cols, kFwdTileKV, buf.scores, buf.probs, factor, state, head_dim_v, {&dropout, false, 0, 0, bits});
+
+    cols = 0;
+    for (int r = 0; r < seen.count; r++) {
+      const int begin = round_down(seen.run[r].begin, kPanel<Unit>), first = round_down(seen.run[r].begin, kUnitSize<Unit>), end = seen.run[r].end;
+      const Unit* probs = buf.probs + (cols + first - begin) / kUnitSize<Unit>;
+      const Unit* value = keys.value + tile * keys.value_tile + (first - kv_begin) / kUnitSize<Unit> * kPanel<Unit>;
+      const int count = units<Unit>(end - first);
+      if (r == 0)
+        gemm<Left::RowMajor, Store::Overwrite>(rows, head_dim_v, count, probs, stride, value, keys.value_panel, buf.tile_out, state.out_stride);
+      else gemm<Left::RowMajor, Store::Continue>(rows, head_dim_v, count, probs, stride, value, keys.value_panel, buf.tile_out, state.out_stride);
+      if (keys.state[tile] == Packed::kNonfinite)
+        add_nonfinite(mods, tile_rows, rows, first, end, probs, stride, matrix<const T>(p, p.value, batch, head_kv), head_dim_v, buf.tile_out,
+                      state.out_stride);
+      cols += round_up(end - begin, kPanel<Unit>);
+    }
+    for (int i = 0; i < rows; i++)
+      for (int d = 0; d < head_dim_v; d += V::kLanes) {
+        Real* out = state.out + i * state.out_stride + d;
+        const V x = V::load(buf.tile_out + i * state.out_stride + d);
+        (started ? x + V::load(out) : x).store(out);
+      }
   }
 
   // Adds the product with the values [begin, end) where they lie; false, and nothing added, where it is not finite.

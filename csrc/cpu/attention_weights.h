@@ -100,10 +100,12 @@ struct Weights {
     if (coarse) normalise_again(batch, head_kv, rows, mods, buf, shift, lse);
     pack_keys(batch, head_kv, key_begin, key_count, buf);
     const Dropout dropout(p.dropout, batch, head, nullptr);
+    ListedKeys listed_keys, *const listed = mods.list.is_given() ? &listed_keys : nullptr;
     for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
       const int count = min_of(kBlockRows, rows - i0);
       const TileRow* block = buf.rows + i0;
-      const Real factor = score_rows(i0, count, key_begin, key_count, mods, buf);
+      if (listed && !mods.look_up(block, count, key_begin, key_begin + key_count, listed)) continue;
+      const Real factor = score_rows(i0, count, key_begin, key_count, mods, listed, buf);
       for (int i = 0; i < count; i++) {
         const int at = i0 + i;
         Real *row = buf.scores + i * kWeightsTileKV, rest = factor;
@@ -135,11 +137,11 @@ struct Weights {
     pack_transposed(key.data, key.row_stride, count, int(p.head_dim), buf.key, key_panel);
   }
   // Scores of rows [i0, i0 + count) of the tile and the packed keys, hidden ones -inf. Returns what they are still to be multiplied by.
-  Real score_rows(int i0, int count, int key_begin, int key_count, const ScoreMods<Real>& mods, const Buffers& buf) const {
+  Real score_rows(int i0, int count, int key_begin, int key_count, const ScoreMods<Real>& mods, const ListedKeys* listed, const Buffers& buf) const {
     const int cols = round_up(key_count, kPanel<Unit>);
     gemm<Left::RowMajor, Store::Overwrite>(count, key_count, units<Unit>(int(p.head_dim)), buf.query + int64_t(i0) * query_stride, query_stride, buf.key,
                                            key_panel, buf.scores, kWeightsTileKV);
-    const Real factor = mods.apply(buf.rows + i0, count, key_begin, key_begin + key_count, buf.scores, kWeightsTileKV, nullptr);
+    const Real factor = mods.apply(buf.rows + i0, count, key_begin, key_begin + key_count, buf.scores, kWeightsTileKV, nullptr, listed);
     for (int i = 0; i < count; i++)
       if (!covers(buf.rows[i0 + i].keys.main, key_begin, key_begin + cols)) mask_row(buf.scores + i * kWeightsTileKV, cols, key_begin, buf.rows[i0 + i].keys);
     return factor;
@@ -150,12 +152,14 @@ struct Weights {
     alignas(64) Real row_max[kWeightsTileQ], row_sum[kWeightsTileQ * kLanes<Real>];
     const RowState<Real> state = {row_max, row_sum, row_max, 0};
     state.clear(kWeightsTileQ);
+    ListedKeys listed_keys, *const listed = mods.list.is_given() ? &listed_keys : nullptr;
     for (int64_t key_begin = 0; key_begin < p.seqlen_kv; key_begin += kWeightsTileKV) {
       const int key_count = int(min_of(int64_t(kWeightsTileKV), p.seqlen_kv - key_begin));
       pack_keys(batch, head_kv, int(key_begin), key_count, buf);
       for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
         const int count = min_of(kBlockRows, rows - i0);
-        const Real factor = score_rows(i0, count, int(key_begin), key_count, mods, buf);
+        if (listed && !mods.look_up(buf.rows + i0, count, int(key_begin), int(key_begin) + key_count, listed)) continue;
+        const Real factor = score_rows(i0, count, int(key_begin), key_count, mods, listed, buf);
         softmax_block<Unit, false>(count, round_up(key_count, kPanel<Unit>), kWeightsTileKV, buf.scores, (Unit*)buf.scores, factor, state.from(i0), 0,
                                    BlockDropout<Real>());
       }

@@ -43,15 +43,15 @@ struct BackwardPlan {
   }
   int64_t head(int64_t group, int64_t i) const { return over_batch ? i * groups + group : group * heads_of_group + i; }
 };
-// Chunk i holds the queries [chunk_begin(i), chunk_begin(i + 1)): about equal numbers of visible pairs, whole register blocks.
-inline int chunk_begin(int chunk, int chunks, int seqlen_q, const RowMask& mask) {
+// Chunk i holds the queries [chunk_begin(i), chunk_begin(i + 1)): about equal numbers of visible pairs, whole steps of rows.
+inline int chunk_begin(int chunk, int chunks, int seqlen_q, const RowMask& mask, int step) {
   if (chunk <= 0) return 0;
   if (chunk >= chunks) return seqlen_q;
   int64_t total = 0, sum = 0;
   const auto weight = [&](int i) { return visible_keys(mask.row(i)) + 16; };
-  for (int i = 0; i < seqlen_q; i += kBlockRows) total += weight(i);
+  for (int i = 0; i < seqlen_q; i += step) total += weight(i);
   int i = 0;
-  while (i < seqlen_q && (sum += weight(i)) * chunks <= total * chunk) i += kBlockRows;
+  while (i < seqlen_q && (sum += weight(i)) * chunks <= total * chunk) i += step;
   return min_of(i, seqlen_q);
 }
 

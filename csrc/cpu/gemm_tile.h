@@ -38,7 +38,8 @@ ALWAYS_INLINE int round_down(int x, int step) { return x / step * step; }
 
 // How element (i, k) of the left operand is found: RowMajor at a[i * stride + k], Transposed at a[k * stride + i].
 enum class Left { RowMajor, Transposed };
-enum class Store { Overwrite, Accumulate };
+// Accumulate adds the chain of this call to c, Continue goes on with the chain that c holds.
+enum class Store { Overwrite, Accumulate, Continue };
 
 template <Left kLeft, Store kStore, int kRows, int kVectors, class Unit>
 ALWAYS_INLINE void gemm_block(int k_size, const Unit* a, long a_stride, const Unit* b, Accumulator<Unit>* c, long c_stride) {
@@ -49,7 +50,7 @@ ALWAYS_INLINE void gemm_block(int k_size, const Unit* a, long a_stride, const Un
   for (int i = 0; i < kRows; i++)
 #pragma GCC unroll 4
     for (int j = 0; j < kVectors; j++) {
-      acc[i][j] = Acc(Accumulator<Unit>(0));
+      acc[i][j] = kStore == Store::Continue ? Acc::load(c + i * c_stride + j * V::kLanes) : Acc(Accumulator<Unit>(0));
       // The accumulators of the backward pass lie in L3; the loop below is long enough to bring them in.
       if (kStore == Store::Accumulate) __builtin_prefetch(c + i * c_stride + j * V::kLanes, 1);
     }

@@ -14,6 +14,9 @@ inline ThreadPool with_workers(ThreadPool pool, const AttentionParams& p) {
   return pool;
 }
 
+// Rows of a tile of queries, of at most `most`: a tile of a block list where there is one, so that all its rows see the same tiles of keys.
+inline int query_tile_rows(const AttentionParams& p, int most) { return p.blocks.rows.data ? min_of(kListTile, most) : most; }
+
 // Query rows of one kv head, `group` query heads of rows [first_query, first_query + seqlen) each, in tiles of up to `tile_rows`. Short
 // heads stand in one tile together, so that they share what is read of the keys.
 struct QueryTiles {

@@ -3,6 +3,7 @@
 // block at a time, every operand read in place. Scores leave in log2 units; hidden ones are -inf.
 
 #include <math.h>
+#include "../core/block_list.h"
 #include "../core/mask.h"
 #include "../core/score_mod.h"
 #include "pack.h"
@@ -70,6 +71,18 @@ ALWAYS_INLINE Vec<double, N> select_bytes(Vec<double, N> x, const uint8_t* bytes
   return x;
 }
 
+// x where bit i is set for lane i, -inf elsewhere.
+template <class Real, int N>
+ALWAYS_INLINE Vec<Real, N> select_bits(Vec<Real, N> x, uint64_t bits) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(Real) == 4) return (typename Vec<Real, N>::Native)_mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), __mmask16(bits), (__m512)x.v);
+  else return (typename Vec<Real, N>::Native)_mm512_mask_mov_pd(_mm512_set1_pd(-INFINITY), __mmask8(bits), (__m512d)x.v);
+#else
+  for (int i = 0; i < N; i++) x.v[i] = bits >> i & 1 ? x.v[i] : Real(-INFINITY);
+  return x;
+#endif
+}
+
 template <class T, class Real>
 ALWAYS_INLINE NativeVec<Real> load_bias(const T* p) {
   if constexpr (sizeof(T) == sizeof(Real)) return NativeVec<Real>::load(p);
@@ -124,31 +137,64 @@ ALWAYS_INLINE const T* adjacent_elements(const T* row, int64_t col_stride, int b
   return temp;
 }
 
+constexpr int kMaxCols = 512;  // keys of a tile
+
+// What a block list shows a block of rows of one tile of keys: bit c of words[row][t] is key (first + t) * kListTile + c.
+struct ListedKeys {
+  int first;
+  uint64_t words[kBlockRows][kMaxCols / kListTile + 1];
+};
+
+// The keys that a block of rows sees of one tile of keys, in increasing order; between them whole panels that none of the rows sees.
+struct KeyRuns {
+  static constexpr int kStep = 16;  // or a panel where that is more
+  int count = 0;
+  Interval run[kMaxCols / kStep / 2 + 1];
+
+  void add(int begin, int end) {
+    if (count && run[count - 1].end == begin) run[count - 1].end = end;
+    else run[count++] = {begin, end};
+  }
+  Interval hull() const { return count ? Interval{run[0].begin, run[count - 1].end} : Interval{0, 0}; }
+  bool sees_some(int begin, int end) const {
+    for (int r = 0; r < count; r++)
+      if (!is_empty(intersect(run[r], begin, end))) return true;
+    return false;
+  }
+};
+
 // The modifiers of one batch item.
 template <class Real>
 struct ScoreMods {
-  static constexpr int kMaxCols = 512;
   const AttentionParams& p;
   const RowMask& mask;
   const char* bias = nullptr;
   const uint8_t* bool_mask = nullptr;
+  BlockList list;
 
-  ScoreMods(const AttentionParams& p, const RowMask& mask, int64_t batch) : p(p), mask(mask) {
+  ScoreMods(const AttentionParams& p, const RowMask& mask, int64_t batch) : p(p), mask(mask), list{p.blocks, nullptr} {
+    if (p.blocks.rows.data) list.ranges = (const int32_t*)p.blocks.rows.data + batch_offset(p, p.blocks.rows, batch);
     if (p.bias.data) bias = (const char*)p.bias.data + batch_offset(p, p.bias, batch) * element_size(p.bias.dtype);
     if (p.bool_mask.data) bool_mask = (const uint8_t*)p.bool_mask.data + batch_offset(p, p.bool_mask, batch);
   }
   static int element_size(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
   // Whether apply() can hide a key.
-  bool hides() const { return p.bias.data || p.bool_mask.data; }
+  bool hides() const { return p.bias.data || p.bool_mask.data || list.is_given(); }
   // What products are multiplied by: to log2 units, or to score / softcap. Its sign is given to the query while packing, so that the largest
   // product is the largest score.
   Real factor() const { return Real(p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2e); }
   Real positive_factor() const { return factor() < 0 ? -factor() : factor(); }
 
-  // Keys [begin, end) of `count` rows. `tanhs`, laid out like scores, receives tanh(score / softcap); null where it is not wanted. Returns what
+  // Keys [begin, end) of `count` rows, `begin` a multiple of a panel; `listed` holds them, null without a list. `tanhs`, laid out like scores, receives tanh(score / softcap); null where it is not wanted. Returns what
   // the scores are still to be multiplied by: a bool mask alone leaves them products, so that it gives the same bits as the same mask of intervals.
-  Real apply(const TileRow* rows, int count, int begin, int end, Real* scores, int stride, Real* tanhs) const {
+  Real apply(const TileRow* rows, int count, int begin, int end, Real* scores, int stride, Real* tanhs, const ListedKeys* listed) const {
+    const Real rest = modify(rows, count, begin, end, scores, stride, tanhs);
+    if (listed)
+      for (int i = 0; i < count; i++) hide_unlisted(*listed, i, begin, end, scores + i * stride);
+    return rest;
+  }
+  Real modify(const TileRow* rows, int count, int begin, int end, Real* scores, int stride, Real* tanhs) const {
     using V = NativeVec<Real>;
     const bool products = p.softcap <= 0 && !p.alibi_slopes && !bias && p.scale != 0;
     if (products && !bool_mask) return positive_factor();
@@ -178,24 +224,52 @@ struct ScoreMods {
     return alibi_distance(NativeVec<Real>(Real(mask.position(row.query) - key)), NativeVec<Real>::iota(Real(0)));
   }
 
-  // The smallest interval of whole panels in `keys` outside which the bool mask hides every key of these rows: a tile of a triangle or a band
-  // costs what it shows.
-  Interval shown(const TileRow* rows, int count, Interval keys, int panel) const {
-    if (!bool_mask || is_empty(keys) || p.bool_mask.col_stride != 1) return keys;
-    Interval found = {keys.end, keys.begin};
-    for (int i = 0; i < count && (found.begin > keys.begin || found.end < keys.end); i++) {
-      const uint8_t* bytes = bool_mask + rows[i].head * p.bool_mask.head_stride + rows[i].query * p.bool_mask.row_stride;
-      int begin = keys.begin, end = keys.end;
-      while (begin < found.begin && !bytes[begin]) begin++;
-      while (end > found.end && end > begin && !bytes[end - 1]) end--;
-      found = {min_of(found.begin, begin), max_of(found.end, end)};
+  // What the list shows of the keys [begin, end) to a block of rows; false where that is nothing.
+  bool look_up(const TileRow* rows, int count, int begin, int end, ListedKeys* to) const {
+    const int first = begin / kListTile, tiles = (end - 1) / kListTile - first + 1;
+    bool some = false;
+    to->first = first;
+    for_each_listed(rows, count, [&](int row, int row_end, BlockList::Range range) {
+      for (int i = row; i < row_end; i++) memset(to->words[i], 0, tiles * sizeof(uint64_t));
+      for (const ListedTile* entry = BlockList::find(range, first); entry < range.end && entry->keys < first + tiles; entry++) {
+        some = true;
+        for (int i = row; i < row_end; i++) to->words[i][entry->keys - first] = list.word(*entry, rows[i].query);
+      }
+    });
+    return some;
+  }
+  // The first key at or behind `key`, rounded down to tiles of the list, that is listed for some of the rows.
+  int next_listed(const TileRow* rows, int count, int key) const {
+    int next = INT32_MAX;
+    for_each_listed(rows, count, [&](int, int, BlockList::Range range) {
+      const ListedTile* entry = BlockList::find(range, key / kListTile);
+      if (entry < range.end) next = min_of(next, entry->keys * kListTile);
+    });
+    return next;
+  }
+
+  // The keys in `keys` that list and bool mask show to some of these rows. A tile of a triangle or a band costs what it shows.
+  KeyRuns runs(const TileRow* rows, int count, Interval keys, int panel, const ListedKeys* listed) const {
+    KeyRuns found;
+    const bool bytes = bool_mask && p.bool_mask.col_stride == 1;
+    if (is_empty(keys)) return found;
+    if (!bytes && !listed) {
+      found.add(keys.begin, keys.end);
+      return found;
     }
-    return is_empty(found) ? Interval{0, 0} : intersect({round_down(found.begin, panel), round_up(found.end, panel)}, keys.begin, keys.end);
+    const int step = max_of(panel, KeyRuns::kStep);
+    for (int begin = keys.begin, end; begin < keys.end; begin = end) {
+      end = min_of(round_down(begin, step) + step, keys.end);
+      if (listed && !lists_some(*listed, count, begin, end)) continue;
+      if (bytes && !shows_some(rows, count, begin, end)) continue;
+      found.add(begin, end);
+    }
+    return found;
   }
 
   // Whether apply() leaves this pair visible: for the rare products that must skip what is hidden.
   bool visible(const TileRow& row, int key) const {
-    if (!contains(row.keys, key)) return false;
+    if (!contains(row.keys, key) || (list.is_given() && !list.visible(row.head, row.query, key))) return false;
     if (bool_mask && !bool_mask[row.head * p.bool_mask.head_stride + row.query * p.bool_mask.row_stride + key * p.bool_mask.col_stride]) return false;
     if (!bias) return true;
     const int64_t at = row.head * p.bias.head_stride + row.query * p.bias.row_stride + key * p.bias.col_stride;
@@ -209,6 +283,48 @@ struct ScoreMods {
   }
 
  private:
+  // Calls f(first, end, entries of the list) for each run of rows of one head and one tile of the list.
+  template <class F>
+  void for_each_listed(const TileRow* rows, int count, const F& f) const {
+    for (int first = 0, end; first < count; first = end) {
+      const int head = rows[first].head, tile = rows[first].query / kListTile;
+      for (end = first + 1; end < count && rows[end].head == head && rows[end].query / kListTile == tile;) end++;
+      f(first, end, list.range(head, rows[first].query));
+    }
+  }
+  static bool lists_some(const ListedKeys& listed, int count, int begin, int end) {
+    for (int tile = begin / kListTile; tile * kListTile < end; tile++) {
+      const int from = max_of(begin - tile * kListTile, 0), to = min_of(end - tile * kListTile, kListTile);
+      const uint64_t wanted = ~uint64_t(0) >> (kListTile - (to - from)) << from;
+      for (int i = 0; i < count; i++)
+        if (listed.words[i][tile - listed.first] & wanted) return true;
+    }
+    return false;
+  }
+  bool shows_some(const TileRow* rows, int count, int begin, int end) const {
+    for (int i = 0; i < count; i++) {
+      const uint8_t* bytes = bool_mask + rows[i].head * p.bool_mask.head_stride + rows[i].query * p.bool_mask.row_stride;
+      int j = begin;
+      for (uint64_t eight; j + 8 <= end; j += 8) {
+        memcpy(&eight, bytes + j, 8);
+        if (eight) return true;
+      }
+      for (; j < end; j++)
+        if (bytes[j]) return true;
+    }
+    return false;
+  }
+  // Elements that the list does not show the row become -inf.
+  static void hide_unlisted(const ListedKeys& listed, int row, int begin, int end, Real* scores) {
+    using V = NativeVec<Real>;
+    for (int j = begin; j < end;) {
+      const uint64_t word = listed.words[row][j / kListTile - listed.first];
+      const int to = min_of(round_down(j, kListTile) + kListTile, end);
+      if (word == ~uint64_t(0)) j = to;
+      for (; j < to; j += V::kLanes) select_bits(V::load(scores + j - begin), word >> j % kListTile).store(scores + j - begin);
+    }
+  }
+
   void apply_bias(const TileRow& row, int begin, int end, Real* scores, Real factor) const {
     uint8_t mask_temp[kMaxCols];
     const uint8_t* visible = nullptr;

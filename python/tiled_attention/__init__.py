@@ -22,14 +22,18 @@ from .positions import LearnedEmbedding, SinusoidalEmbedding, alibi_slopes
 from .relative_bias import RelativeBias
 from .rotary import RotaryEmbedding, RotaryScaling
 from .sdpa import scaled_dot_product_attention
+from .sparse_masks import BlockSparse, Dilated, Global, RandomBlocks, Strided
 from .weights import attention_weights
 
 __all__ = [
     "AdditiveAttention",
+    "BlockSparse",
     "Causal",
     "Chunked",
+    "Dilated",
     "Documents",
     "FavorFeatures",
+    "Global",
     "KVCache",
     "KeyLengths",
     "LearnedEmbedding",
@@ -39,15 +43,17 @@ __all__ = [
     "Mask",
     "MultiheadAttention",
     "PrefixLM",
+    "RandomBlocks",
     "RelativeBias",
     "RotaryEmbedding",
     "RotaryScaling",
     "Sinks",
     "SinusoidalEmbedding",
     "SlidingWindow",
-    "alibi_slopes",
+    "Strided",
     "additive_attention",
     "additive_attention_weights",
+    "alibi_slopes",
     "attention",
     "attention_decode",
     "attention_varlen",

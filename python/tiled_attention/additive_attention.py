@@ -154,7 +154,7 @@ def _prepare(
 ) -> AdditiveArguments:
     """The operator's arguments, with everything checked that the operator does not check; draws the seed of dropout."""
     check_float("score_weight", score_weight)
-    call = prepare(query, key, value, mask, None, 1.0, None, None, None, dropout_p, generator, query_offset)
+    call = prepare(query, key, value, mask, None, 1.0, None, None, None, dropout_p, generator, query_offset, block_lists=False)
     head_dim, num_heads = call.query.shape[-1], call.query.shape[-3]
     if score_weight.shape not in ((head_dim,), (num_heads, head_dim)):
         raise ValueError(

@@ -26,6 +26,10 @@ class Arguments(NamedTuple):
     documents: Tensor | None  # int64 (num_documents + 1,)
     query_offset: Tensor | None  # int64 (batch,), replaces intervals[0]
     dropout_seed: Tensor | None  # int64 ()
+    # A block list: see block_list.Blocks.
+    block_rows: Tensor | None
+    block_tiles: Tensor | None
+    block_bits: Tensor | None
     scale: float
     softcap: float  # 0: none
     dropout_p: float
@@ -127,8 +131,9 @@ class LinearGradients(NamedTuple):
 
 # Of all operators: the leading arguments that are tensors, and (but for additive attention, where they are the first four) the places of
 # those that are differentiable, in the order of the gradients.
-TENSORS = {Arguments: 11, AdditiveArguments: 9, VarlenArguments: 11, LinearArguments: 7}
+TENSORS = {Arguments: 14, AdditiveArguments: 9, VarlenArguments: 11, LinearArguments: 7}
 POSITIONS = (0, 1, 2, 4, 5, 6)
+NO_TENSORS = (None,) * (TENSORS[Arguments] - 3)  # in the place of those behind value
 
 
 def is_by_distance(bias: Tensor, seqlen_q: int, seqlen_kv: int) -> bool:

@@ -9,6 +9,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from . import residues
+from .arguments import NO_TENSORS
 from .call import below_autograd, check_dropout_p, check_float, default_scale, forward, prepare, run_forward, runs_plain
 from .library import ops
 from .masks import Mask
@@ -144,10 +146,16 @@ def attention(
         if scale is None:
             scale = default_scale(query.shape[-1])
         with below_autograd():
-            out, lse, _ = run_forward(query, key, value, None, None, None, None, None, None, None, None, scale, 0.0, 0.0, (), (), False)
+            out, lse, _ = run_forward(query, key, value, *NO_TENSORS, scale, 0.0, 0.0, (), (), False)
     else:
-        args = prepare(query, key, value, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset, rotary)
-        out, lse = forward(args)
+        options = (bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset, rotary)
+        pattern = residues.pattern_of(mask) if mask is not None and dropout_p == 0 and bias is None else None
+        if pattern is not None:
+            args = prepare(query, key, value, None, *options)
+            if residues.serves(pattern, args):
+                out, lse = residues.attend(args, pattern)
+                return (out, lse) if return_lse else out
+        out, lse = forward(prepare(query, key, value, mask, *options))
     return (out, lse) if return_lse else out
 
 

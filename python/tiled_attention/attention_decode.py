@@ -12,9 +12,10 @@ from torch.autograd.graph import increment_version
 
 from . import decode_fake  # noqa: F401  (registrations)
 from .arguments import real_dtype
-from .call import autocast_active, below_autograd, cast_for_autocast, check_number, default_scale, per_head
+from .call import autocast_active, below_autograd, cast_for_autocast, check_number, check_per_head, default_scale
 from .library import ops
-from .masks import Mask, lower
+from .lowering import lower
+from .masks import Mask
 
 NO_RING = -1  # `pinned` of a cache that is no ring
 
@@ -256,7 +257,13 @@ def _lower(mask: Any, query: Tensor, key_cache: Tensor, page_table: Tensor | Non
         raise TypeError(f"mask must be a mask of intervals such as Causal() or SlidingWindow(left, 0), or None, got {type(mask).__name__}")
     slots = key_cache.shape[-2] if page_table is None else key_cache.shape[-2] * page_table.shape[-1]
     lowered = lower(
-        mask, batch_shape=query.shape[:-3], num_heads=query.shape[-3], seqlen_q=query.shape[-2], seqlen_kv=slots, device=query.device
+        mask,
+        batch_shape=query.shape[:-3],
+        num_heads=query.shape[-3],
+        seqlen_q=query.shape[-2],
+        seqlen_kv=slots,
+        device=query.device,
+        block_lists=False,
     )
     if lowered.mask is not None:
         raise ValueError(f"mask must be made of intervals (Causal, SlidingWindow, Chunked, Sinks, ...) without a dense part, got {mask!r}")

@@ -21,8 +21,9 @@ from .call import (
     needs_derivatives,
 )
 from .library import ops
+from .lowering import Lowered, lower
 from .mask_rules import make_plan
-from .masks import Lowered, Mask, lower
+from .masks import Mask
 from .seeds import draw_seed
 from .varlen_autograd import record_attention_varlen
 
@@ -126,7 +127,20 @@ def attention_varlen(
     Source: Dao, FlashAttention-2 (2023); Krell et al., Efficient Sequence Packing without Cross-contamination (2021).
     """
     args = _prepare(
-        query, key, value, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, mask, scale, softcap, alibi_slopes, sinks, dropout_p, generator
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        max_seqlen_q,
+        max_seqlen_kv,
+        mask,
+        scale,
+        softcap,
+        alibi_slopes,
+        sinks,
+        dropout_p,
+        generator,
     )
     out, lse = forward_varlen(args)
     return (out, lse) if return_lse else out
@@ -230,6 +244,4 @@ def _lower(mask: Any, num_sequences: int, num_heads: int, max_seqlen_q: int, max
         plan = make_plan(mask._rule()) if mask._cached is None else mask._cached[0]
         if plan.rest or plan.bands:
             raise ValueError(f"mask must be made of intervals in packed sequences, got {mask!r}")
-    return lower(
-        mask, batch_shape=(num_sequences,), num_heads=num_heads, seqlen_q=max_seqlen_q, seqlen_kv=max_seqlen_kv, device=device
-    )
+    return lower(mask, batch_shape=(num_sequences,), num_heads=num_heads, seqlen_q=max_seqlen_q, seqlen_kv=max_seqlen_kv, device=device)

@@ -72,11 +72,10 @@ class Problem:
         self.real = real_dtype(query.dtype)
         self.intervals = tuple(args.intervals) or NO_INTERVALS
         self.shift = self.intervals[0]
-        all_rows = self.seqlen_q if seqlen_q is None else seqlen_q
+        self.all_rows = self.seqlen_q if seqlen_q is None else seqlen_q
         if self.shift == UNBOUNDED:
-            self.shift = self.seqlen_kv - all_rows
-        self.bias_by_distance = args.bias is not None and is_by_distance(args.bias, all_rows, self.seqlen_kv)
-        self.last_row = all_rows - 1
+            self.shift = self.seqlen_kv - self.all_rows
+        self.bias_by_distance = args.bias is not None and is_by_distance(args.bias, self.all_rows, self.seqlen_kv)
 
     def split(self, tensor: Tensor) -> Tensor:
         """(..., num_heads or 1, rows, cols) with heads as (num_heads_kv, group) or (1, 1), and of full rank."""
@@ -100,7 +99,7 @@ class Problem:
 
     def distances(self, cut: Cut) -> Tensor:
         """Places in a bias by distance, (rows, seqlen_kv)."""
-        return torch.arange(self.seqlen_kv, device=self.args.query.device) - self.index(cut) + self.last_row
+        return torch.arange(self.seqlen_kv, device=self.args.query.device) - self.index(cut) + self.all_rows - 1
 
     def bias(self, tensor: Tensor, cut: Cut) -> Tensor:
         """The block's part of a bias or of its tangent, split."""
@@ -200,6 +199,11 @@ class Scores:
             visible = visible & (at_query == at_key) & (at_key > 0) & (at_key < args.documents.shape[-1])
         if args.mask is not None:
             visible = visible & problem.rows(args.mask, self.cut)
+        if args.block_rows is not None:
+            # Lists of the cut's items and heads; then the rows that the cut has of them.
+            lists = take(problem.split(args.block_rows), (*self.cut.leading, self.cut.heads_kv, _ALL, _ALL, _ALL))
+            dense = ops._blocks_dense(lists, args.block_tiles, args.block_bits, index[:, 0], problem.all_rows, problem.seqlen_kv)
+            visible = visible & dense
         return visible
 
     def _normalise(self, masked: Tensor) -> None:

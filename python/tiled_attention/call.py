@@ -15,7 +15,8 @@ from . import compiled, fake  # noqa: F401  (registrations)
 from .arguments import Arguments, real_dtype
 from .autograd import record_attention
 from .library import ops
-from .masks import Mask, lower
+from .lowering import lower
+from .masks import Mask
 from .relative_bias import RelativeBias
 from .rotary import RotaryEmbedding
 from .seeds import draw_seed
@@ -76,8 +77,10 @@ def prepare(
     generator: torch.Generator | None,
     query_offset: int | Sequence[int] | Tensor | None,
     rotary: RotaryEmbedding | None = None,
+    block_lists: bool = True,
 ) -> Arguments:
-    """The operator's arguments, with everything checked that the operator does not check; draws the seed of dropout."""
+    """The operator's arguments, with everything checked that the operator does not check; draws the seed of dropout. Without `block_lists`
+    a mask beyond intervals becomes a bool tensor."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) and not (tensor is None and name == "value"):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -123,6 +126,7 @@ def prepare(
         seqlen_kv=key.shape[-2],
         query_offset=query_offset,
         device=query.device,
+        block_lists=block_lists,
     )
     if rotary is not None:
         query, key = _turn(rotary, query, key, query_offset)
@@ -141,6 +145,9 @@ def prepare(
         lowered.documents,
         lowered.query_offset,
         seed,
+        lowered.block_rows,
+        lowered.block_tiles,
+        lowered.block_bits,
         scale,
         softcap,
         dropout_p,

@@ -100,7 +100,7 @@ class _Attention(torch.autograd.Function):
         return (None, *spread(Gradients(*(result if want else None for result, want in zip(results, wanted)))), None)
 
 
-_WEIGHTS_POSITIONS = (0, 1, 3, 4, 14)  # of query, key, bias, alibi_slopes and lse among the arguments of attention_weights
+_WEIGHTS_POSITIONS = (0, 1, 3, 4, 17)  # of query, key, bias, alibi_slopes and lse among the arguments of attention_weights
 
 
 def _weights_backward(grad_weights: Tensor, *args: Any) -> list[Tensor]:
@@ -117,8 +117,8 @@ class _AttentionWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *args: Any) -> Tensor:
         *score_args, lse, rows, ctx.average = args
-        ctx.options = score_args[9:]
-        ctx.save_for_backward(*score_args[:9], lse, rows)
+        ctx.options = score_args[12:]
+        ctx.save_for_backward(*score_args[:12], lse, rows)
         return redispatch(ops.attention_weights.default, keyset, args)
 
     @staticmethod
@@ -176,3 +176,4 @@ register_vmap("attention_bwd", batching.map_backward)
 register_vmap("attention_weights", batching.map_weights)
 register_vmap("attention_weights_bwd", batching.loop)
 register_vmap("dropout_mask", batching.loop)
+register_vmap("_blocks_dense", batching.loop)

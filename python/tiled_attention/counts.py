@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .arguments import real_dtype
 from .linear_fake import CHUNK
+from .lowering import lower
 from .mask_checks import check_broadcasts, number
-from .masks import Mask, visible_pairs
+from .masks import Mask
 
 OPERATORS = ("attention", "linear_attention", "additive_attention")
 Shape = Tensor | Sequence[int]
@@ -189,6 +190,10 @@ def _visible(mask: Mask | Tensor, query: tuple[int, ...], key: tuple[int, ...], 
     scores = (*query[:-1], key[-2])
     if not math.prod(scores):
         return 0
-    pairs = visible_pairs(mask, query[-2], key[-2], query_offset)
-    check_broadcasts("mask", pairs, (*scores[:-2], 1, 1))
-    return int(pairs.sum()) * (math.prod(scores[:-2]) // max(pairs.numel(), 1))
+    if isinstance(mask, Tensor):
+        check_broadcasts("mask", mask, scores)
+        visible = mask.expand(*mask.shape[:-2], *scores[-2:])
+        return int(visible.sum()) * (math.prod(scores) // visible.numel())
+    sizes: dict[str, Any] = dict(num_heads=query[-3], seqlen_q=query[-2], seqlen_kv=key[-2], query_offset=query_offset)
+    lower(mask, batch_shape=query[:-3], **sizes)  # checks it
+    return round(mask.density(query[-2], key[-2], query_offset=query_offset) * math.prod(scores))

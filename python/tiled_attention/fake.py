@@ -12,6 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .arguments import TENSORS, Arguments, is_by_distance, real_dtype
 from .library import ops
+from .mask_grid import TILE
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -82,6 +83,8 @@ def check(args: Arguments) -> None:
     for name, vector in (("key_lengths", args.key_lengths), ("query_offset", args.query_offset)):
         if vector is not None:
             check_vector(name, vector, torch.int64, math.prod(query.shape[:-3]))
+    if args.block_rows is not None:
+        _check_blocks(args, scores)
     if args.documents is not None and (args.documents.dtype != torch.int64 or args.documents.dim() != 1 or args.documents.shape[0] < 1):
         raise ValueError(
             f"documents must be int64 (num_documents + 1,), got {dtype_name(args.documents.dtype)} {tuple(args.documents.shape)}"
@@ -98,6 +101,15 @@ def check(args: Arguments) -> None:
     for name, tensor in zip(Arguments._fields, tensors):
         if tensor is not None and tensor.device != query.device:
             raise ValueError(f"{name} must be on the device of query ({query.device}), got {tensor.device}")
+
+
+def _check_blocks(args: Arguments, scores: tuple[int, ...]) -> None:
+    if args.block_rows is None or args.block_tiles is None or args.block_bits is None:
+        raise ValueError("block_rows, block_tiles and block_bits must be given together, got only some of them")
+    check_dtype("block_rows", args.block_rows, (torch.int32,))
+    check_dtype("block_tiles", args.block_tiles, (torch.int32,))
+    check_dtype("block_bits", args.block_bits, (torch.int64,))
+    check_broadcasts("block_rows", args.block_rows, (*scores[:-2], (scores[-2] + TILE - 1) // TILE, 2))
 
 
 def check_dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
@@ -174,6 +186,10 @@ def _mask_dense(intervals: Any, key_lengths: Any, documents: Any, query_offset: 
     return torch.empty((batch, seqlen_q, seqlen_kv), dtype=torch.bool, device=None if like is None else like.device)
 
 
+def _blocks_dense(block_rows: Tensor, block_tiles: Tensor, block_bits: Tensor, rows: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor:
+    return block_rows.new_empty((*block_rows.shape[:-2], rows.shape[0], seqlen_kv), dtype=torch.bool)
+
+
 for _name_of_op, _rule in (
     ("attention_fwd", _forward),
     ("attention", _forward),
@@ -182,6 +198,7 @@ for _name_of_op, _rule in (
     ("attention_weights_bwd", _weights_backward),
     ("dropout_mask", _dropout_mask),
     ("_mask_dense", _mask_dense),
+    ("_blocks_dense", _blocks_dense),
 ):
     torch.library.register_fake(f"tiled_attention::{_name_of_op}", _rule)
 

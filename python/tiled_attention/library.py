@@ -17,10 +17,10 @@ ops = torch.ops.tiled_attention
 # The CUDA kernels of the same operators, where they were built.
 cuda_path = path.with_name("_cuda.abi3.so")
 _OF_EACH_DEVICE = (
-    *("attention_fwd", "attention", "attention_bwd", "attention_weights", "dropout_mask", "_mask_dense"),
     *("attention_decode", "cache_append_"),
     *("additive_attention_fwd", "additive_attention", "additive_attention_bwd", "additive_attention_weights"),
     *("attention_varlen_fwd", "attention_varlen", "attention_varlen_bwd"),
+    *("attention_fwd", "attention", "attention_bwd", "attention_weights", "dropout_mask", "_mask_dense", "_blocks_dense"),
     *("linear_attention_fwd", "linear_attention", "linear_attention_bwd", "linear_attention_step", "linear_attention_step_"),
     "rotate",
 )

@@ -14,7 +14,9 @@ from .linear_call import LinearState
 def check_cu_seqlens(cu_seqlens: Any, query: Any, key: Any) -> list[int]:
     """The offsets as numbers: this reads them, which on CUDA waits for the device."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens must be an int32 or int64 tensor, got {cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else cu_seqlens!r}")
+        raise TypeError(
+            f"cu_seqlens must be an int32 or int64 tensor, got {cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else cu_seqlens!r}"
+        )
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must have shape (num_sequences + 1,), got {tuple(cu_seqlens.shape)}")
     for name, tensor in (("query", query), ("key", key)):
@@ -51,7 +53,9 @@ def by_sequence(
     if initial_state is not None:
         for name, tensor in zip(LinearState._fields, initial_state):
             if tensor.shape[:1] != (num_sequences,):
-                raise ValueError(f"initial_state.{name} must have one state for each of {num_sequences} sequences, got {tuple(tensor.shape)}")
+                raise ValueError(
+                    f"initial_state.{name} must have one state for each of {num_sequences} sequences, got {tuple(tensor.shape)}"
+                )
     outs, states = [], []
     # Without sequences, a call without tokens says what the shapes are.
     for at, (begin, end) in enumerate(zip(offsets, offsets[1:]) if num_sequences else [(0, 0)]):
@@ -62,7 +66,9 @@ def by_sequence(
             value[:, :, rows],
             key_mask=_cut(key_mask, -1, rows),
             log_decay=_cut(log_decay, -1 if isinstance(log_decay, Tensor) and log_decay.dim() == 3 else -2, rows),
-            initial_state=None if initial_state is None or not num_sequences else LinearState(*(part[at : at + 1] for part in initial_state)),
+            initial_state=None
+            if initial_state is None or not num_sequences
+            else LinearState(*(part[at : at + 1] for part in initial_state)),
         )
         outs.append(out)
         states.append(state)

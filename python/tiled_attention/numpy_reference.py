@@ -108,6 +108,8 @@ def additive_attention(
     scores = (score_weight * np.tanh(query[..., :, None, :] + key[..., None, :, :])).sum(axis=-1)
     weights = softmax_rows(scores if mask is None else np.where(np.asarray(mask, dtype=bool), scores, -np.inf))
     return weights @ value, weights
+
+
 def attention_varlen(
     query: ArrayLike,
     key: ArrayLike,

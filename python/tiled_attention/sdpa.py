@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from .arguments import NO_INTERVALS
+from .arguments import NO_INTERVALS, NO_TENSORS
 from .attention_varlen import attention_varlen
 from .call import below_autograd, cast_for_autocast, check_dropout_p, default_scale, forward, prepare, run_forward, runs_plain
 from .library import devices
@@ -71,9 +71,7 @@ def scaled_dot_product_attention(
             intervals = _TOP_LEFT_INTERVALS if is_causal else ()
             with below_autograd():
                 scale = default_scale(shape[-1])
-                return run_forward(
-                    query, key, value, None, None, None, None, None, None, None, None, scale, 0.0, 0.0, intervals, (), False
-                )[0]
+                return run_forward(query, key, value, *NO_TENSORS, scale, 0.0, 0.0, intervals, (), False)[0]
     return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
@@ -118,7 +116,13 @@ def _is_packed(query: Any, key: Any, value: Any, attn_mask: Tensor | None, enabl
     if attn_mask is not None:
         return False
     for tensor in (query, key, value):
-        if not tensor.is_nested or tensor.layout != torch.jagged or tensor.dim() != 4 or tensor._ragged_idx != 2 or tensor.lengths() is not None:
+        if (
+            not tensor.is_nested
+            or tensor.layout != torch.jagged
+            or tensor.dim() != 4
+            or tensor._ragged_idx != 2
+            or tensor.lengths() is not None
+        ):
             return False
         if tensor.device.type not in devices:
             return False
