@@ -49,6 +49,11 @@ class DecodeCase:
                 words.append(f"{field.name}={value}".replace(" ", ""))
         return "-".join(words)
 
+    def multiply_adds(self) -> int:
+        """Of the emulated kernel: tiles of 8 rows, 64 keys and 64 columns."""
+        tiles = sum(-(-n // 64) for n in self.lengths) * self.num_heads_kv * -(-self.num_heads // self.num_heads_kv * self.seqlen_q // 8)
+        return tiles * 8 * 64 * 128 * -(-max(self.head_dim, self.head_dim_v or 0) // 64)
+
     def replace(self, **changes: object) -> "DecodeCase":
         return dataclasses.replace(self, **changes)
 

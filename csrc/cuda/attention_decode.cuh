@@ -4,6 +4,7 @@
 // Warps go on without barriers, each with its own running softmax, and are merged in the end; so are the splits, by a second kernel.
 
 #include <math.h>
+#include <new>
 
 #include "attention_decode_launch.h"
 #include "load.cuh"
@@ -28,6 +29,40 @@ struct DecodeTile {
   static constexpr int kRowLanes = kRows >= 2 ? 32 / kRows : kWarpKeys, kRowKeys = kWarpKeys / kRowLanes;
 };
 
+// Blocks of 64 keys that some row of the tile sees: first those of the low keys, then those of the high keys that are not among them.
+struct KeyBlocks {
+  int low_begin = 0, low_count = 0, high_begin = 0, high_count = 0;
+  KeyBlocks() = default;
+  SIMT_DEVICE explicit KeyBlocks(const CacheKeys& keys) {
+    if (!is_empty(keys.low)) low_begin = keys.low.begin / kDecodeBlockKeys, low_count = (keys.low.end - 1) / kDecodeBlockKeys + 1 - low_begin;
+    if (is_empty(keys.high)) return;
+    const int end = (keys.high.end - 1) / kDecodeBlockKeys + 1;
+    high_begin = keys.high.begin / kDecodeBlockKeys;
+    if (low_count > 0 && high_begin < low_begin + low_count) {
+      low_count += max_of(0, low_begin - high_begin);
+      low_begin = min_of(low_begin, high_begin);
+      high_begin = low_begin + low_count;
+    }
+    high_count = max_of(0, end - high_begin);
+  }
+  SIMT_DEVICE int count() const { return low_count + high_count; }
+  SIMT_DEVICE int operator[](int i) const { return i < low_count ? low_begin + i : high_begin + i - low_count; }
+};
+
+// One row of a tile.
+template <class R>
+struct DecodeRow {
+  RowKeys keys;
+  int64_t query, head;
+  Scores<R> score;
+
+  SIMT_DEVICE DecodeRow(const AttentionParams& p, const RowMask& mask, int64_t batch, int64_t head, int64_t query, bool exists)
+      : keys(exists ? mask.row(query) : RowKeys{{0, 0}, {0, 0}}), query(query), head(head), score(p, batch, head) {
+    score.query_offset = mask.query_offset;
+  }
+};
+
+// What all threads know alike stands here too: registers are for the queries and the sums.
 template <class Tile>
 struct alignas(16) DecodeShared {
   using R = typename Tile::R;
@@ -35,23 +70,25 @@ struct alignas(16) DecodeShared {
   alignas(16) R out[Tile::kRows][Tile::kCols];
   R shrink[Tile::kWarps][Tile::kRows], max[Tile::kWarps][Tile::kRows], sum[Tile::kWarps][Tile::kRows];
   int64_t key_at[Tile::kWarps][Tile::kWarpKeys], value_at[Tile::kWarps][Tile::kWarpKeys];  // elements into the cache of the head, -1: hidden
-  RowKeys rows[Tile::kRows];
+  CacheKeys seen;
+  KeyBlocks blocks;
+  alignas(16) char rows[Tile::kRows * sizeof(DecodeRow<R>)];
+  SIMT_DEVICE DecodeRow<R>& row(int r) { return reinterpret_cast<DecodeRow<R>*>(rows)[r]; }
 };
 
 // The cache of one (batch item, kv head).
 template <class T>
 struct CacheMatrix {
+  const TensorView& view;
   const T* data;
-  int64_t page_stride, row_stride, col_stride;
   bool wide;
 
   SIMT_DEVICE CacheMatrix(const TensorView& view, const CacheItem& item, int64_t batch, int64_t head_kv)
-      : data((const T*)view.data + head_kv * view.head_stride + (item.pages ? 0 : batch * view.batch_strides[0])),
-        page_stride(item.pages ? view.batch_strides[0] : 0),
-        row_stride(view.row_stride),
-        col_stride(view.col_stride),
-        wide(col_stride == 1 && (reinterpret_cast<uintptr_t>(data) | uintptr_t(row_stride * int64_t(sizeof(T))) | uintptr_t(page_stride * int64_t(sizeof(T)))) % 16 == 0) {}
-  SIMT_DEVICE int64_t at(int64_t page, int64_t row) const { return page * page_stride + row * row_stride; }
+      : view(view), data((const T*)view.data + head_kv * view.head_stride + (item.pages ? 0 : batch * view.batch_strides[0])) {
+    const int64_t strides = view.row_stride | (item.pages ? view.batch_strides[0] : 0);
+    wide = view.col_stride == 1 && (reinterpret_cast<uintptr_t>(data) | uintptr_t(strides * int64_t(sizeof(T)))) % 16 == 0;
+  }
+  SIMT_DEVICE int64_t at(int64_t page, int64_t row) const { return page * view.batch_strides[0] + row * view.row_stride; }
 };
 
 // Page and row of a key; the page is 0 where there are no pages, and -1 where the key is not to be read.
@@ -69,13 +106,13 @@ template <class T>
 SIMT_DEVICE uint4 load_raw(const CacheMatrix<T>& m, int64_t at, int64_t col, int64_t cols) {
   uint4 bits = {0, 0, 0, 0};
   if (at < 0 || col >= cols) return bits;
-  const T* const from = m.data + at + col * m.col_stride;
+  const T* const from = m.data + at + col * m.view.col_stride;
   if (m.wide && col + kVec<T> <= cols) return *reinterpret_cast<const uint4*>(from);
   T raw[kVec<T>];
   memcpy(raw, &bits, 16);
 #pragma unroll
   for (int k = 0; k < kVec<T>; k++)
-    if (col + k < cols) raw[k] = from[k * m.col_stride];
+    if (col + k < cols) raw[k] = from[k * m.view.col_stride];
   memcpy(&bits, raw, 16);
   return bits;
 }
@@ -127,25 +164,6 @@ struct DecodeState {
   R max = minus_infinity(R()), sum = 0;
 };
 
-// Blocks of 64 keys that some row of the tile sees: first those of the low keys, then those of the high keys that are not among them.
-struct KeyBlocks {
-  int low_begin = 0, low_count = 0, high_begin = 0, high_count = 0;
-  SIMT_DEVICE explicit KeyBlocks(const CacheKeys& keys) {
-    if (!is_empty(keys.low)) low_begin = keys.low.begin / kDecodeBlockKeys, low_count = (keys.low.end - 1) / kDecodeBlockKeys + 1 - low_begin;
-    if (is_empty(keys.high)) return;
-    const int end = (keys.high.end - 1) / kDecodeBlockKeys + 1;
-    high_begin = keys.high.begin / kDecodeBlockKeys;
-    if (low_count > 0 && high_begin < low_begin + low_count) {
-      low_count += max_of(0, low_begin - high_begin);
-      low_begin = min_of(low_begin, high_begin);
-      high_begin = low_begin + low_count;
-    }
-    high_count = max_of(0, end - high_begin);
-  }
-  SIMT_DEVICE int count() const { return low_count + high_count; }
-  SIMT_DEVICE int operator[](int i) const { return i < low_count ? low_begin + i : high_begin + i - low_count; }
-};
-
 // acc[r] += weight[r] value, over the 16 keys of a warp. kSelect: some pairs are hidden, with a weight below 0, and their values may be NaN.
 template <class Tile, bool kSelect, class T, class R>
 SIMT_DEVICE void add_values(R (&acc)[Tile::kRows][Tile::kVector], const CacheMatrix<T>& value, const int64_t* at, const R* weights, int64_t col, int64_t cols,
@@ -181,7 +199,8 @@ SIMT_DEVICE R finish_row(const AttentionParams& p, int64_t head, R* max, R* sum)
 }
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 2) attention_decode_kernel(AttentionDecodeParams params, DecodePlan plan, DecodeScratch partial) {
+__global__ void __launch_bounds__(Tile::kThreads, 2)
+    attention_decode_kernel(const __grid_constant__ AttentionDecodeParams params, const __grid_constant__ DecodePlan plan, DecodeScratch partial) {
   using T = typename Tile::T;
   using R = typename Tile::R;
   constexpr int kRows = Tile::kRows, kVector = Tile::kVector, kUnroll = Tile::kUnroll;
@@ -189,23 +208,28 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) attention_decode_kernel(Att
   DecodeShared<Tile>& shared = *reinterpret_cast<DecodeShared<Tile>*>(memory);
 
   const AttentionParams& p = params.attention;
-  const int64_t split = int64_t(blockIdx.x) % plan.splits, piece = int64_t(blockIdx.x) / plan.splits % plan.pieces;
-  const int64_t tile = int64_t(blockIdx.x) / (plan.splits * plan.pieces) % plan.tiles, head = int64_t(blockIdx.x) / (plan.splits * plan.pieces * plan.tiles);
-  const int64_t batch = head / p.num_heads_kv, head_kv = head % p.num_heads_kv, group = p.num_heads / p.num_heads_kv, first_row = tile * kRows;
+  const unsigned block_of_rows = block_index() / unsigned(plan.splits), kv_head = block_of_rows / unsigned(plan.pieces * plan.tiles);
+  const int64_t split = block_index() % unsigned(plan.splits), piece = block_of_rows % unsigned(plan.pieces);
+  const int64_t batch = kv_head / unsigned(p.num_heads_kv), head_kv = kv_head % unsigned(p.num_heads_kv);
+  const int64_t first_row = int64_t(block_of_rows / unsigned(plan.pieces) % unsigned(plan.tiles)) * kRows, group = p.num_heads / p.num_heads_kv;
   const int thread = int(threadIdx.x), warp = thread / 32, lane = thread % 32, slot = lane / Tile::kLanes;
   const int count = int(min_of(int64_t(kRows), group * p.seqlen_q - first_row));
   const CacheItem item(params.cache, batch);
-  const RowMask mask(p.mask, batch, p.seqlen_q, item.length);
-  const auto head_of = [&](int row) { return head_kv * group + (first_row + row) / p.seqlen_q; };
-  const auto query_of = [&](int row) { return (first_row + row) % p.seqlen_q; };
-
-  if (thread < kRows) shared.rows[thread] = thread < count ? mask.row(query_of(thread)) : RowKeys{{0, 0}, {0, 0}};
+  if (thread < kRows) {
+    const RowMask mask(p.mask, batch, p.seqlen_q, item.length);
+    const unsigned index = thread < count ? unsigned(first_row) + unsigned(thread) : 0;
+    new (&shared.row(thread)) DecodeRow<R>(p, mask, batch, head_kv * group + index / unsigned(p.seqlen_q), index % unsigned(p.seqlen_q), thread < count);
+  }
   __syncthreads();
-  CacheKeys seen;
-  for (int r = 0; r < count; r++) seen.add(item, shared.rows[r]);
-  const KeyBlocks blocks(seen);
-  const int share = (blocks.count() + int(plan.splits) - 1) / int(plan.splits), begin = min_of(int(split) * share, blocks.count()),
-            end = min_of(begin + share, blocks.count());
+  if (thread == 0) {
+    CacheKeys seen;
+    for (int r = 0; r < count; r++) seen.add(item, shared.row(r).keys);
+    shared.seen = seen;
+    shared.blocks = KeyBlocks(seen);
+  }
+  __syncthreads();
+  const int shares = int(plan.splits), share = (shared.blocks.count() + shares - 1) / shares, begin = min_of(int(split) * share, shared.blocks.count()),
+            end = min_of(begin + share, shared.blocks.count());
 
   const CacheMatrix<T> key(p.key, item, batch, head_kv), value(p.value, item, batch, head_kv);
   const int64_t lane_col = lane % Tile::kLanes * kVector, value_col = piece * Tile::kCols + lane_col;
@@ -214,7 +238,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) attention_decode_kernel(Att
 #pragma unroll
     for (int r = 0; r < kRows; r++) {
       if (r < count && col < p.head_dim) {
-        load_vec<T>(rows_of<const T>(p, p.query, batch, head_of(r)), query_of(r), col, p.head_dim, query[r]);
+        load_vec<T>(rows_of<const T>(p, p.query, batch, shared.row(r).head), shared.row(r).query, col, p.head_dim, query[r]);
       } else {
 #pragma unroll
         for (int k = 0; k < kVector; k++) query[r][k] = 0;
@@ -230,23 +254,20 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) attention_decode_kernel(Att
   // In the softmax a lane has one row and every kRowLanes-th key.
   const int row = min_of(lane / Tile::kRowLanes, kRows - 1), row_lane = lane % Tile::kRowLanes;
   const bool row_exists = row < count, row_counts = lane / Tile::kRowLanes < kRows;
-  const RowKeys visible = shared.rows[row];
-  const int64_t row_query = row_exists ? query_of(row) : 0;
-  Scores<R> score(p, batch, row_exists ? head_of(row) : head_kv * group);
-  score.query_offset = mask.query_offset;
+  const DecodeRow<R>& of_row = shared.row(row);
   DecodeState<R> state;
   R* const scores = shared.scores[warp];
   int64_t *const key_at = shared.key_at[warp], *const value_at = shared.value_at[warp];
 
 #pragma unroll 1
   for (int block = begin; block < end; block++) {
-    const int first_key = blocks[block] * kDecodeBlockKeys + warp * Tile::kWarpKeys;
+    const int first_key = shared.blocks[block] * kDecodeBlockKeys + warp * Tile::kWarpKeys;
     __syncwarp();
     bool read = false;
     if (lane < Tile::kWarpKeys) {
       const int at = first_key + lane;
       int64_t page = -1, place_row = 0;
-      if ((contains(seen.low, at) || contains(seen.high, at)) && item.holds(at)) {
+      if ((contains(shared.seen.low, at) || contains(shared.seen.high, at)) && item.holds(at)) {
         const KeyPlace place(item, at);
         page = place.page, place_row = place.row;
       }
@@ -295,9 +316,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) attention_decode_kernel(Att
 #pragma unroll
     for (int i = 0; i < Tile::kRowKeys; i++) {
       const int place = row_lane + i * Tile::kRowLanes, at = place % Tile::kSteps * Tile::kSlots + place / Tile::kSteps;
-      const bool sees = contains(visible, first_key + at) && (readable >> at & 1);
+      const bool sees = contains(of_row.keys, first_key + at) && (readable >> at & 1);
       x[i] = minus_infinity(R());
-      if (sees) x[i] = score(scores[place / Tile::kSteps * Tile::kSlotStride + place % Tile::kSteps * kRows + row], row_query, first_key + at);
+      if (sees) x[i] = of_row.score(scores[place / Tile::kSteps * Tile::kSlotStride + place % Tile::kSteps * kRows + row], of_row.query, first_key + at);
       hides |= !sees;
       top = larger_of(top, x[i]);
     }
@@ -310,7 +331,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) attention_decode_kernel(Att
 #pragma unroll
     for (int i = 0; i < Tile::kRowKeys; i++) {
       const int place = row_lane + i * Tile::kRowLanes, at = place % Tile::kSteps * Tile::kSlots + place / Tile::kSteps;
-      const bool sees = contains(visible, first_key + at) && (readable >> at & 1);
+      const bool sees = contains(of_row.keys, first_key + at) && (readable >> at & 1);
       const R weight = sees ? exp(x[i] - base) : R(-1);
       if (sees) state.sum += weight;
       if (row_counts) scores[place / Tile::kSteps * Tile::kSlotStride + place % Tile::kSteps * kRows + row] = weight;
@@ -365,7 +386,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) attention_decode_kernel(Att
     R top = shared.max[0][r], total = 0;
     for (int w = 1; w < Tile::kWarps; w++) top = larger_of(top, shared.max[w][r]);
     for (int w = 0; w < Tile::kWarps; w++) total += shared.sum[w][r] * shrink_of(shared.max[w][r], top);
-    const int64_t out_head = head_of(r), out_query = query_of(r), out_row = (batch * p.num_heads + out_head) * p.seqlen_q + out_query;
+    const int64_t out_head = shared.row(r).head, out_query = shared.row(r).query, out_row = (batch * p.num_heads + out_head) * p.seqlen_q + out_query;
     if (plan.splits > 1) {
       const int64_t at = out_row * plan.splits + split;
       if (lane == 0 && piece == 0) ((R*)partial.max)[at] = top, ((R*)partial.sum)[at] = total;
@@ -387,9 +408,12 @@ constexpr int kMergeThreads = 128;
 
 // A block per row: the splits in their order.
 template <class T>
-__global__ void __launch_bounds__(kMergeThreads) decode_merge_kernel(AttentionParams p, int64_t splits, DecodeScratch partial) {
+__global__ void __launch_bounds__(kMergeThreads, 8)
+    decode_merge_kernel(const __grid_constant__ AttentionParams p, int64_t splits, DecodeScratch partial) {
   using R = Real<T>;
-  const int64_t row = blockIdx.x, query = row % p.seqlen_q, head = row / p.seqlen_q % p.num_heads, batch = row / p.seqlen_q / p.num_heads;
+  const unsigned head_of_batch = block_index() / unsigned(p.seqlen_q);
+  const int64_t row = block_index(), query = block_index() % unsigned(p.seqlen_q), head = head_of_batch % unsigned(p.num_heads),
+                batch = head_of_batch / unsigned(p.num_heads);
   const R *const max = (const R*)partial.max + row * splits, *const sum = (const R*)partial.sum + row * splits;
   const R* const out = (const R*)partial.out + row * splits * p.head_dim_v;
   R top = max[0], total = 0;
@@ -411,25 +435,32 @@ __global__ void __launch_bounds__(kMergeThreads) decode_merge_kernel(AttentionPa
 
 constexpr int kAppendThreads = 128;
 
+// One row of a cache, by all threads.
+template <class T>
+SIMT_DEVICE void append_row(T* target, int64_t target_stride, const T* source, int64_t source_stride, int cols) {
+  const bool wide = target_stride == 1 && source_stride == 1 && (reinterpret_cast<uintptr_t>(source) | reinterpret_cast<uintptr_t>(target)) % 16 == 0;
+  const int whole = wide ? cols / kVec<T> : 0;
+  for (int c = int(threadIdx.x); c < whole; c += kAppendThreads) reinterpret_cast<uint4*>(target)[c] = reinterpret_cast<const uint4*>(source)[c];
+  for (int c = whole * kVec<T> + int(threadIdx.x); c < cols; c += kAppendThreads) target[c * target_stride] = source[c * source_stride];
+}
+
 // A block per (batch item, kv head, new key).
 template <class T>
-__global__ void __launch_bounds__(kAppendThreads) cache_append_kernel(CacheAppendParams p) {
-  const int64_t n = p.cache.num_new, index = int64_t(blockIdx.x) % n, head = int64_t(blockIdx.x) / n % p.num_heads_kv, batch = int64_t(blockIdx.x) / n / p.num_heads_kv;
+__global__ void __launch_bounds__(kAppendThreads, 8) cache_append_kernel(const __grid_constant__ CacheAppendParams p) {
+  const unsigned n = unsigned(p.cache.num_new), kv_head = block_index() / n;
+  const int64_t index = block_index() % n, head = kv_head % unsigned(p.num_heads_kv), batch = kv_head / unsigned(p.num_heads_kv);
   const CacheItem item(p.cache, batch);
   const int64_t key = item.before + index;
   if (key >= item.length || !item.holds(int(key))) return;
   const KeyPlace place(item, key);
   if (place.page < 0) return;
-  const auto copy = [&](const TensorView& to, const TensorView& from, int64_t cols) {
-    const T* const source = (const T*)from.data + batch * from.batch_strides[0] + head * from.head_stride + index * from.row_stride;
-    T* const target = (T*)to.data + (item.pages ? place.page : batch) * to.batch_strides[0] + head * to.head_stride + place.row * to.row_stride;
-    const bool wide = to.col_stride == 1 && from.col_stride == 1 && (reinterpret_cast<uintptr_t>(source) | reinterpret_cast<uintptr_t>(target)) % 16 == 0;
-    const int64_t whole = wide ? cols / kVec<T> : 0;
-    for (int64_t c = threadIdx.x; c < whole; c += kAppendThreads) reinterpret_cast<uint4*>(target)[c] = reinterpret_cast<const uint4*>(source)[c];
-    for (int64_t c = whole * kVec<T> + threadIdx.x; c < cols; c += kAppendThreads) target[c * to.col_stride] = source[c * from.col_stride];
-  };
-  copy(p.key, p.new_key, p.head_dim);
-  copy(p.value, p.new_value, p.head_dim_v);
+  const int64_t page = item.pages ? place.page : batch;
+  append_row<T>((T*)p.key.data + page * p.key.batch_strides[0] + head * p.key.head_stride + place.row * p.key.row_stride, p.key.col_stride,
+                (const T*)p.new_key.data + batch * p.new_key.batch_strides[0] + head * p.new_key.head_stride + index * p.new_key.row_stride,
+                p.new_key.col_stride, int(p.head_dim));
+  append_row<T>((T*)p.value.data + page * p.value.batch_strides[0] + head * p.value.head_stride + place.row * p.value.row_stride, p.value.col_stride,
+                (const T*)p.new_value.data + batch * p.new_value.batch_strides[0] + head * p.new_value.head_stride + index * p.new_value.row_stride,
+                p.new_value.col_stride, int(p.head_dim_v));
 }
 
 #if SIMT_EMULATED
