@@ -162,3 +162,22 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     broken = tmp_path / "_cuda.abi3.so"
     broken.write_bytes(b"")
     assert re.search(r"built with CUDA, but .*_cuda\.abi3\.so cannot be loaded here: ", library.load_cuda(broken))
+
+
+@with_cuda
+def test_what_is_built_on_attention_stays_on_the_device(fake: FakeTensorMode):
+    query, key, value = tensors()
+    rotary = ta.RotaryEmbedding(16, scaling={"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8})
+    yarn = ta.RotaryEmbedding(16, scaling={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8})
+    positions = torch.empty(2, 40, dtype=torch.int64, device="cuda")
+    assert on_cuda(*rotary(query, key), *yarn(query, key, positions), ta.alibi_slopes(4, device="cuda"))
+    assert on_cuda(ta.attention(query, key, value, rotary=rotary), ta.SinusoidalEmbedding(8)(positions))
+    relative = ta.RelativeBias(4, device="cuda").requires_grad_(has_device)
+    assert on_cuda(relative(7, 9), ta.LearnedEmbedding(64, 8, device="cuda").requires_grad_(has_device)(positions))
+    bandwidth = torch.empty(4, device="cuda")
+    assert on_cuda(*ta.gaussian_attention(query, key, value, bandwidth, return_lse=True), ta.gaussian_attention(query, key, value, 0.5))
+    assert on_cuda(*ta.luong_attention(query, key, value, "general", torch.empty(16, 16, device="cuda"), return_lse=True))
+    key_mask = torch.empty(2, 40, dtype=torch.bool, device="cuda")
+    for causal in (False, True):
+        options = dict(num_hashes=2, bucket_size=8, causal=causal, seed=1, key_mask=key_mask, return_lse=True)
+        assert on_cuda(*ta.lsh_attention(query, query, **options))

@@ -147,7 +147,7 @@ def _check_bandwidth(bandwidth: Any, query: Tensor) -> float | Tensor:
             raise TypeError(f"bandwidth must be a number or a float tensor, got {bandwidth.dtype}")
         if bandwidth.dim() > 1 or (bandwidth.dim() == 1 and bandwidth.shape[0] != query.shape[-3]):
             raise ValueError(f"bandwidth must have shape () or ({query.shape[-3]},), one per query head, got {tuple(bandwidth.shape)}")
-        if bandwidth.device != query.device and bandwidth.dim():
+        if bandwidth.device != query.device:
             raise ValueError(f"bandwidth must be on the device of query ({query.device}), got {bandwidth.device}")
         if is_readable(bandwidth) and not bool(((bandwidth > 0) & bandwidth.isfinite()).all()):
             raise ValueError(f"bandwidth must be > 0 and finite, got {bandwidth.detach().tolist()}")
