@@ -212,7 +212,8 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
     const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
     const ScoreMods<Real> mods(p, mask, batch);
     sums.clear(p.seqlen_kv);
-    const int begin = chunk_begin(chunk, chunks, int(p.seqlen_q), mask), end = chunk_begin(chunk + 1, chunks, int(p.seqlen_q), mask);
+    const int begin = chunk_begin(chunk, chunks, int(p.seqlen_q), mask, kBlockRows);
+    const int end = chunk_begin(chunk + 1, chunks, int(p.seqlen_q), mask, kBlockRows);
     if (begin >= end) return;
     const QueryTiles tiles(1, begin, end - begin, kTileQ);
     for (int g = 0; g < group; g++) {
@@ -274,7 +275,7 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
         Interval seen[kBlocks];
         for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
           const int count = min_of(kBlockRows, rows - i0);
-          const Interval s = seen[i0 / kBlockRows] = mods.shown(buf.rows + i0, count, blocks[i0 / kBlockRows].within(kv_begin, kv_end), kPanel<Real>);
+          const Interval s = seen[i0 / kBlockRows] = mods.runs(buf.rows + i0, count, blocks[i0 / kBlockRows].within(kv_begin, kv_end), kPanel<Real>, nullptr).hull();
           if (is_empty(s)) zero_block(buf, i0, kv_begin, kv_begin, kv_end);
           else block_of_rows(batch, i0, count, kv_begin, kv_end, s, blocks[i0 / kBlockRows], cap, mods, query, key, keys, sums, grad_weight, buf);
         }
@@ -332,7 +333,7 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
     });
     gemm<Left::RowMajor, Store::Overwrite>(rows, end - begin, int(p.head_dim_v), buf.grad_out_rows + int64_t(i0) * buf.grad_out_stride, buf.grad_out_stride,
                                            keys.value_transposed + begin / P * keys.value_stride, keys.value_stride, grads, kTileKV);
-    const Real factor = mods.apply(tile_rows, rows, begin, end, scores, kTileKV, nullptr);
+    const Real factor = mods.apply(tile_rows, rows, begin, end, scores, kTileKV, nullptr, nullptr);
     const bool full = covers(block.full, begin, begin + cols);
     if (!full)
       for (int i = 0; i < rows; i++) mask_row(scores + i * kTileKV, cols, begin, tile_rows[i].keys);

@@ -117,7 +117,7 @@ struct AdditiveForward {
         for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
           const BlockKeys& block = blocks[i0 / kBlockRows];
           const int count = min_of(kBlockRows, rows - i0);
-          const Interval seen = mods.shown(buf.rows + i0, count, block.within(kv_begin, kv_begin + keys), kPanel<Real>);
+          const Interval seen = mods.runs(buf.rows + i0, count, block.within(kv_begin, kv_begin + keys), kPanel<Real>, nullptr).hull();
           if (is_empty(seen)) continue;
           if (!packed) {
             const auto k = adjacent_columns(key, kv_begin, keys, int(p.head_dim), buf.key_temp);
@@ -146,7 +146,7 @@ struct AdditiveForward {
       buf.scores[i * kTileKV + j - begin] =
           buf.weight.direct(whole_row(query, tile_rows[i].query, int(p.head_dim), buf.query_row), whole_row(key, j, int(p.head_dim), buf.key_row));
     });
-    const Real factor = mods.apply(tile_rows, rows, begin, end, buf.scores, kTileKV, nullptr);
+    const Real factor = mods.apply(tile_rows, rows, begin, end, buf.scores, kTileKV, nullptr, nullptr);
     if (!covers(block.full, begin, begin + cols))
       for (int i = 0; i < rows; i++) mask_row(buf.scores + i * kTileKV, cols, begin, tile_rows[i].keys);
 

@@ -98,7 +98,7 @@ struct AdditiveWeights {
         buf.scores[i * kTileKV + j - key_begin] =
             buf.weight.direct(whole_row(query, block[i].query, int(p.head_dim), buf.query_row), whole_row(key, j, int(p.head_dim), buf.key_row));
       });
-      const Real factor = mods.apply(block, count, key_begin, key_begin + keys, buf.scores, kTileKV, nullptr);
+      const Real factor = mods.apply(block, count, key_begin, key_begin + keys, buf.scores, kTileKV, nullptr, nullptr);
       for (int i = 0; i < count; i++) {
         Real* row = buf.scores + i * kTileKV;
         mask_row(row, cols, key_begin, block[i].keys);

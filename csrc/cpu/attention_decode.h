@@ -14,7 +14,7 @@ inline namespace KERNEL_ISA {
 #endif
 // Keys of a block of scores, which stays in cache between the two products, and keys of an item of work.
 constexpr int kDecodeKeys = 512, kDecodeSplit = DECODE_SPLIT, kDecodeRows = 32;
-static_assert(kDecodeSplit % kDecodeKeys == 0 && kDecodeKeys <= ScoreMods<float>::kMaxCols && kDecodeRows % kDecodeRowStep == 0, "");
+static_assert(kDecodeSplit % kDecodeKeys == 0 && kDecodeKeys <= kMaxCols && kDecodeRows % kDecodeRowStep == 0, "");
 
 // Where the rows of one (batch item, kv head) of a cache lie.
 template <class T>
@@ -220,7 +220,7 @@ struct Decode {
                     buf.scores + j - begin, kStride);
       j += run.count;
     }
-    const Real factor = mods.apply(buf.rows, count, begin, end, buf.scores, kStride, nullptr);
+    const Real factor = mods.apply(buf.rows, count, begin, end, buf.scores, kStride, nullptr, nullptr);
     if (!covers(full, begin, begin + cols) || begin + cols > end) {
       for (int i = 0; i < count; i++) {
         const RowKeys& row = buf.rows[i].keys;
