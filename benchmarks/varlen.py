@@ -64,7 +64,9 @@ def varlen(threads: int, rounds: int, seconds: float) -> Iterator[Row]:
                 "SDPA, padded": (partial(_step, _padded(causal), padded, _pad(grads[0]).contiguous(), backward), dict(at_least=1.5)),
             }
             direction = "forward+backward" if backward else "forward"
-            name = f"{len(LENGTHS)} of 16 to 2048, ({HEADS}, {HEAD_DIM}) {machine.dtype_name(dtype)}{' causal' if causal else ''} {direction}"
+            name = (
+                f"{len(LENGTHS)} of 16 to 2048, ({HEADS}, {HEAD_DIM}) {machine.dtype_name(dtype)}{' causal' if causal else ''} {direction}"
+            )
             for label, (theirs, target) in against.items():
                 row = Row("varlen", name, label, "ms", wrong=not right)
                 if right:

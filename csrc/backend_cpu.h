@@ -3,7 +3,7 @@
 
 #include <limits>
 
-#include "cpu/attention_varlen.h"
+#include "attention_varlen_cpu.h"
 #include "cpu/kernels.h"
 #include "tensor.h"
 #include "threads.h"
@@ -18,9 +18,7 @@ class Backend {
   void attention_bwd(const AttentionBackwardParams& params) const { run(table_.attention_bwd_scratch, table_.attention_bwd, params); }
   // Packed sequences.
   void attention_varlen_fwd(const AttentionParams& params) const { run_packed(PackedAttention(table_, params, nullptr, thread_pool())); }
-  void attention_varlen_bwd(const AttentionBackwardParams& params) const {
-    run_packed(PackedAttention(table_, params.forward, &params, thread_pool()));
-  }
+  void attention_varlen_bwd(const AttentionBackwardParams& params) const { run_packed(PackedAttention(table_, params.forward, &params, thread_pool())); }
   void attention_weights(const AttentionWeightsParams& params) const { run(table_.attention_weights_scratch, table_.attention_weights, params); }
   void linear_fwd(const LinearAttentionParams& params) const { run(table_.linear_fwd_scratch, table_.linear_fwd, params); }
   void linear_bwd(const LinearAttentionBackwardParams& params) const { run(table_.linear_bwd_scratch, table_.linear_bwd, params); }

@@ -79,7 +79,9 @@ class Packed:
         leaves = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in self.tensors.items()}
         query, key, value = leaves["query"], leaves["key"], leaves["value"]
         others = {name: tensor for name, tensor in leaves.items() if name in ("alibi_slopes", "sinks")}
-        out, lse = ta.reference.attention_varlen(query, key, value, *self.cu, dropout_mask=dropout_mask, return_lse=True, **others, **options)
+        out, lse = ta.reference.attention_varlen(
+            query, key, value, *self.cu, dropout_mask=dropout_mask, return_lse=True, **others, **options
+        )
         grads = [self.grad_out.to(dtype), self.live_grad_lse(lse).to(lse.dtype)]
         gradients = torch.autograd.grad([out, lse], list(leaves.values()), grads, materialize_grads=True)
         return {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves, gradients, strict=True))}
@@ -184,7 +186,7 @@ def test_empty_sequences(lengths, dtype):
         got = x.run(mask=ta.Causal())
     check_accuracy(x, got, mask=ta.Causal())
     for n, begin, end in zip(x.rows, x.cu[1], x.cu[1][1:], strict=False):
-        assert n > 0 or (got["key"][begin:end] == 0).all() and (got["value"][begin:end] == 0).all()
+        assert n > 0 or ((got["key"][begin:end] == 0).all() and (got["value"][begin:end] == 0).all())
 
 
 @pytest.mark.parametrize("shape", [(0, 0, 3), (0, 4, 3), (4, 0, 3), (4, 4, 0)], ids=str)

@@ -54,7 +54,9 @@ def test_against_the_definition():
     decay = -torch.rand(1, 2, sum(LENGTHS), 8, dtype=torch.float64)
     out = ta.linear_attention(*tensors, causal=True, log_decay=decay, feature_map="exp", cu_seqlens=offsets(LENGTHS, torch.int64))
     parts = [x.split(LENGTHS, 2) for x in (*tensors, decay)]
-    want = [ta.reference.linear_attention(q, k, v, causal=True, log_decay=g, feature_map="exp")[0] for q, k, v, g in zip(*parts, strict=True)]
+    want = [
+        ta.reference.linear_attention(q, k, v, causal=True, log_decay=g, feature_map="exp")[0] for q, k, v, g in zip(*parts, strict=True)
+    ]
     torch.testing.assert_close(out, torch.cat(want, 2), rtol=1e-10, atol=1e-12)
 
 

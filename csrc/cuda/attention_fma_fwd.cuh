@@ -38,7 +38,8 @@ constexpr int kForwardBytes = Tile::kScoreBytes + (Tile::kValues + SoftmaxRows<T
                               ForwardKept<Tile>::kBytes + int(sizeof(ForwardHead<Tile>));
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 2) attention_fma_fwd_kernel(AttentionParams p, RowTable table) {
+__global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) == 8 && Tile::kOut == 32 ? 3 : 2)
+    attention_fma_fwd_kernel(AttentionParams p, RowTable table) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;
   constexpr int kVector = Tile::kVector;

@@ -119,14 +119,27 @@ def attention_varlen(
     backward pass the offsets are read, which on CUDA waits for the device. Autocast casts query, key and value.
 
     Raises:
-        ValueError, TypeError or RuntimeError naming the argument, what was expected and what came. On CUDA the values of the offsets are not
-        read: kernels act as if offsets were limited to [0, total] and sequences to the maximum, and rows outside every sequence are left
-        as they were allocated.
+        ValueError, TypeError or RuntimeError naming the argument, what was expected and what came. On CUDA the values of the offsets
+        are not read: kernels act as if offsets were limited to [0, total] and sequences to the maximum, and what rows outside every
+        sequence hold is not defined.
 
     Source: Dao, FlashAttention-2 (2023); Krell et al., Efficient Sequence Packing without Cross-contamination (2021).
     """
     args = _prepare(
-        query, key, value, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, mask, scale, softcap, alibi_slopes, sinks, dropout_p, generator
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        max_seqlen_q,
+        max_seqlen_kv,
+        mask,
+        scale,
+        softcap,
+        alibi_slopes,
+        sinks,
+        dropout_p,
+        generator,
     )
     out, lse = forward_varlen(args)
     return (out, lse) if return_lse else out
@@ -230,6 +243,4 @@ def _lower(mask: Any, num_sequences: int, num_heads: int, max_seqlen_q: int, max
         plan = make_plan(mask._rule()) if mask._cached is None else mask._cached[0]
         if plan.rest or plan.bands:
             raise ValueError(f"mask must be made of intervals in packed sequences, got {mask!r}")
-    return lower(
-        mask, batch_shape=(num_sequences,), num_heads=num_heads, seqlen_q=max_seqlen_q, seqlen_kv=max_seqlen_kv, device=device
-    )
+    return lower(mask, batch_shape=(num_sequences,), num_heads=num_heads, seqlen_q=max_seqlen_q, seqlen_kv=max_seqlen_kv, device=device)

@@ -82,7 +82,8 @@ def attention_varlen(
         if dropout_mask is not None:
             options["dropout_mask"] = dropout_mask[b, :, : rows[b], : keys[b]]
         out, lse = attention(*(part.transpose(0, 1) for part in parts), return_lse=True, **options)
-        outs.append(out.transpose(0, 1)), lses.append(lse)
+        outs.append(out.transpose(0, 1))
+        lses.append(lse)
     return (torch.cat(outs), torch.cat(lses, 1)) if return_lse else torch.cat(outs)
 
 

@@ -117,7 +117,9 @@ def _pairs(query: Tensor, offsets_q: Tensor, offsets_kv: Tensor, max_seqlen_q: i
 
 
 @register_flop_formula([ops.attention_varlen_fwd, ops.attention_varlen], get_raw=True)
-def _forward_flops(query: Any, key: Any, value: Any, offsets_q: Any, offsets_kv: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _forward_flops(
+    query: Any, key: Any, value: Any, offsets_q: Any, offsets_kv: Any, *args: Any, out_val: Any = None, **kwargs: Any
+) -> int:
     return 2 * _pairs(query, offsets_q, offsets_kv, args[6], args[7]) * (query.shape[-1] + value.shape[-1])
 
 
