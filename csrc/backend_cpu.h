@@ -3,7 +3,7 @@
 
 #include <limits>
 
-#include "cpu/attention_varlen.h"
+#include "attention_varlen_cpu.h"
 #include "cpu/kernels.h"
 #include "tensor.h"
 #include "threads.h"
@@ -19,9 +19,7 @@ class Backend {
   void attention_bwd(const AttentionBackwardParams& params) const { run(table_.attention_bwd_scratch, table_.attention_bwd, params); }
   // Packed sequences.
   void attention_varlen_fwd(const AttentionParams& params) const { run_packed(PackedAttention(table_, params, nullptr, thread_pool())); }
-  void attention_varlen_bwd(const AttentionBackwardParams& params) const {
-    run_packed(PackedAttention(table_, params.forward, &params, thread_pool()));
-  }
+  void attention_varlen_bwd(const AttentionBackwardParams& params) const { run_packed(PackedAttention(table_, params.forward, &params, thread_pool())); }
   void attention_weights(const AttentionWeightsParams& params) const { run(table_.attention_weights_scratch, table_.attention_weights, params); }
   void attention_decode(const AttentionDecodeParams& params) const { run(table_.attention_decode_scratch, table_.attention_decode, params); }
   void cache_append(const CacheAppendParams& params) const { table_.cache_append(params, thread_pool()); }

@@ -20,6 +20,8 @@ struct KeyGradTile {
   static constexpr int kQueryStages = D <= 128 ? 2 : 1;
   // Of each query: lse, -delta, with features the shift of the scores.
   static constexpr int kStats = kFeatures ? 3 : 2;
+  // Blocks on a multiprocessor of 228 KB: with features at D 128 shared memory leaves room for a third, if registers do.
+  static constexpr int kBlocks = D == 128 && kFeatures ? 3 : 1;
   static constexpr int kValueElements = kKey ? kKeys * D : 0;
   static constexpr int kSharedBytes =
       (kKeys * D + kValueElements + (kQueryStages + 1) * kQueries * D) * int(sizeof(T)) + kQueryStages * kStats * kQueries * int(sizeof(float));
@@ -76,8 +78,9 @@ struct QuerySteps {
 namespace {
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads) attention_bwd_key_kernel(const __grid_constant__ AttentionBackwardParams params,
-                                                                           const __grid_constant__ BackwardWork work, const __grid_constant__ KeyGrid grid) {
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
+    attention_bwd_key_kernel(const __grid_constant__ AttentionBackwardParams params, const __grid_constant__ BackwardWork work,
+                             const __grid_constant__ KeyGrid grid) {
   using T = typename Tile::T;
   constexpr int D = Tile::D, kSets = Tile::kSets, kKeys = Tile::kKeys, kQueries = Tile::kQueries, kThreads = Tile::kThreads, kTiles = kQueries / 8;
   constexpr int kStages = Tile::kQueryStages, kStageBytes = kQueries * D * int(sizeof(T)), kStats = Tile::kStats;

@@ -60,9 +60,13 @@ namespace {
 template <class Tile>
 using QueryPairs = PairTiles<Tile, false>;
 
+// Blocks on a multiprocessor of the kernels below.
+template <class Tile>
+constexpr int kPairBlocks = sizeof(typename Tile::Real) == 8 ? 2 : 3;
+
 // grad_bias with rows and columns: a block per tile of a slice adds up the heads that share it.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) == 8 ? 2 : 3)
+__global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
     attention_fma_bias_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats, BiasSlices slices) {
   using Real = typename Tile::Real;
   using Pairs = QueryPairs<Tile>;
@@ -109,7 +113,7 @@ __global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) ==
 
 // column_sums: a block per head and tile of keys, over the queries.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads)
+__global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
     attention_fma_columns_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats, typename Tile::Real* column_sums) {
   using Real = typename Tile::Real;
   using Pairs = QueryPairs<Tile>;
@@ -204,7 +208,7 @@ __global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) ==
 
 // slope_sums: a block per head and tile of queries, over the keys.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads)
+__global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
     attention_fma_slopes_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats, typename Tile::Real* slope_sums,
                                 int64_t slope_tiles) {
   using Real = typename Tile::Real;

@@ -150,7 +150,8 @@ def linear_attention(
     """
     if cu_seqlens is not None:
         options: Any = dict(feature_map=feature_map, causal=causal, normalize=normalize, scale=scale, return_state=True)
-        packed = by_sequence(partial(linear_attention, **options), query, key, value, cu_seqlens, key_mask, log_decay, initial_state)
+        call: Any = partial(linear_attention, **options)
+        packed = by_sequence(call, query, key, value, cu_seqlens, key_mask, log_decay, initial_state)
         return packed if return_state else packed[0]
     args = prepare(query, key, value, feature_map, causal, normalize, scale, key_mask, log_decay, initial_state, state_name="initial_state")
     out, kv, k_sum = forward(args)

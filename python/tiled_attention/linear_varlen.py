@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def check_cu_seqlens(cu_seqlens: Any, query: Any, key: Any) -> list[int]:
     offsets: list[int] = cu_seqlens.tolist()
     if offsets[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
-    for at, (before, after) in enumerate(zip(offsets, offsets[1:])):
+    for at, (before, after) in enumerate(pairwise(offsets)):
         if after < before:
             raise ValueError(f"cu_seqlens must not decrease, got {before} before {after} at {at}")
     if offsets[-1] != query.shape[2]:
@@ -47,7 +48,7 @@ def by_sequence(
     log_decay: Any,
     initial_state: Any,
 ) -> tuple[Tensor, LinearState]:
-    """(out, state) from `call(query, key, value, key_mask=, log_decay=, initial_state=)` of each sequence; states stand along dimension 0."""
+    """(out, state) from `call(query, key, value, key_mask=, log_decay=, initial_state=)` of each sequence; states along dimension 0."""
     offsets = check_cu_seqlens(cu_seqlens, query, key)
     num_sequences = len(offsets) - 1
     if initial_state is not None:
@@ -58,7 +59,7 @@ def by_sequence(
                 )
     outs, states = [], []
     # Without sequences, a call without tokens says what the shapes are.
-    for at, (begin, end) in enumerate(zip(offsets, offsets[1:]) if num_sequences else [(0, 0)]):
+    for at, (begin, end) in enumerate(pairwise(offsets) if num_sequences else [(0, 0)]):
         rows = slice(begin, end)
         out, state = call(
             query[:, :, rows],
@@ -73,7 +74,8 @@ def by_sequence(
         outs.append(out)
         states.append(state)
     # Dense in the order of query's dimensions.
-    order = sorted(range(4), key=lambda dim: -query.stride(dim))
+    strides = query.stride()
+    order = sorted(range(4), key=lambda dim: -strides[dim])
     out = torch.cat([part.permute(order) for part in outs], order.index(2)).permute([order.index(dim) for dim in range(4)])
     return out, LinearState(*(torch.cat(parts)[:num_sequences] for parts in zip(*states)))
 

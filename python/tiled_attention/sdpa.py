@@ -132,11 +132,13 @@ def _is_packed(query: Any, key: Any, value: Any, attn_mask: Tensor | None, enabl
 
 
 def _packed(query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: float | None) -> Tensor:
-    rows = [tensor.transpose(1, 2).values() for tensor in (query, key, value)]
-    longest_q, longest_kv = query._get_max_seqlen(), key._get_max_seqlen()
+    rows_q, rows_k, rows_v = (tensor.transpose(1, 2).values() for tensor in (query, key, value))
+    longest = (query._get_max_seqlen(), key._get_max_seqlen())
     mask = _TOP_LEFT if is_causal else None
-    out = attention_varlen(*rows, query.offsets(), key.offsets(), longest_q, longest_kv, mask=mask, scale=scale, dropout_p=dropout_p)
-    nested = torch.nested.nested_tensor_from_jagged(out, query.offsets(), min_seqlen=query._maybe_min_seqlen, max_seqlen=longest_q)
+    out = attention_varlen(
+        rows_q, rows_k, rows_v, query.offsets(), key.offsets(), *longest, mask=mask, scale=scale, dropout_p=check_dropout_p(dropout_p)
+    )
+    nested = torch.nested.nested_tensor_from_jagged(out, query.offsets(), min_seqlen=query._maybe_min_seqlen, max_seqlen=longest[0])
     return nested.transpose(1, 2)
 
 

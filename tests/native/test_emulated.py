@@ -13,6 +13,10 @@ HERE = Path(__file__).parent
 PROJECT = HERE.parents[1]
 pytestmark = pytest.mark.native
 
+PACKED = (
+    *("against_the_definition", "a_sequence_has_the_bits_it_has_alone", "nothing_leaks_between_sequences", "empty_sequences"),
+    *("dropout_is_that_of_the_padded_batch", "strides", "bad_offsets"),
+)
 # The longest first.
 SMALL = (
     "tests/test_attention_isa.py::test_features",
@@ -20,6 +24,7 @@ SMALL = (
     "tests/test_attention_isa.py::test_adversarial",
     "tests/test_linear_attention.py",
     "tests/test_attention_isa.py::test_small",
+    " ".join(f"tests/test_attention_varlen.py::test_{name}" for name in PACKED),
     "tests/test_dropout.py",
     "tests/test_masks.py tests/test_rotate.py tests/test_bias_by_distance.py",
     "tests/test_library_errors.py tests/test_errors.py tests/test_linear_errors.py",
@@ -29,6 +34,7 @@ ALL = (
     "tests/test_autograd.py",
     "tests/test_linear_autograd.py",
     "tests/test_attention.py",
+    "tests/test_attention_varlen.py tests/test_linear_varlen.py",
     "tests/test_attention_isa.py::test_slow",
     "tests/test_vmap.py tests/test_linear_vmap.py",
     "tests/test_weights.py",

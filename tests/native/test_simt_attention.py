@@ -49,6 +49,13 @@ def test_gradients(source: str, job: str):
     assert done.stdout.count("right ") > 1 and "wrong" not in done.stdout, done.stdout
 
 
+@pytest.mark.parametrize("flags", [(), ("-DSIMT_FMA",)], ids=["tensor cores", "fma"])
+@pytest.mark.parametrize("job", ["plain", pytest.param("asan", marks=pytest.mark.slow)])
+def test_packed_sequences_with_wrong_offsets(job: str, flags: tuple[str, ...]):
+    done = run(build("simt_varlen.cpp", job, *flags))
+    assert done.returncode == 0 and done.stdout.count("right ") == 2, done.stdout[-5000:]
+
+
 def test_one_row_too_many_asan():
     done = run_fault(ONE_ROW_TOO_MANY, "asan")
     assert done.returncode == SANITIZER and "heap-buffer-overflow" in done.stdout, done.stdout[-5000:]

@@ -8,9 +8,9 @@
 #include <limits>
 #include <vector>
 
-#include "../core/packed.h"
-#include "../core/view.h"
-#include "kernels.h"
+#include "core/packed.h"
+#include "core/view.h"
+#include "cpu/kernels.h"
 
 namespace tiled_attention {
 
