@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -212,6 +213,27 @@ def p6(threads: int, rounds: int, seconds: float) -> Iterator[Row]:
             yield _timed(row, calls, rounds, seconds, None)
 
 
+def rotary(threads: int, rounds: int, seconds: float) -> Iterator[Row]:
+    """Attention that turns query and key by their positions, against attention without."""
+    turn = ta.RotaryEmbedding(64)
+    with machine.pinned(threads):
+        for n, direction in itertools.product((512, 2048, 4096), ("forward", "forward+backward")):
+            grad = direction != "forward"
+            inputs = [_normal(1, 8, n, 64, grad=grad) for _ in range(3)]
+            mask = ta.Causal()
+
+            def call(inputs: list[torch.Tensor] = inputs, grad: bool = grad, **options: Any) -> None:
+                out = ta.attention(*inputs, **options)
+                if grad:
+                    torch.autograd.grad(out.sum(), inputs)
+
+            turned = ta.reference.rotary_embedding(inputs[0], torch.arange(n)), ta.reference.rotary_embedding(inputs[1], torch.arange(n))
+            results = ta.attention(*inputs, mask=mask, rotary=turn), ta.attention(*turned, inputs[2], mask=mask)
+            calls: Calls = {"ours": partial(call, mask=mask, rotary=turn), "theirs": partial(call, mask=mask)}
+            row = Row("rotary", f"(1, 8, {n}, 64) causal {direction}", "ours, without", "ms")
+            yield _timed(row, calls, rounds, seconds, results).want(at_most=1.05)
+
+
 CLAIMS: dict[str, Callable[[int, int, float], Iterator[Row]]] = {
     "module": module,
     "threads": threads,
@@ -222,4 +244,5 @@ CLAIMS: dict[str, Callable[[int, int, float], Iterator[Row]]] = {
     "P3": p3,
     "P5": p5,
     "P6": p6,
+    "rotary": rotary,
 }

@@ -100,7 +100,13 @@ def test_shapes_of_any_kind():
     assert ta.flops(*meta) == ta.flops(*SHAPES["grouped"]) == ta.flops(*(list(shape) for shape in SHAPES["grouped"]))
     assert ta.flops((2, 4, 0, 8), (2, 4, 5, 8), (2, 4, 5, 8), mask=ta.Causal()) == (0, 0)
     assert ta.flops((2, 4, 3, 8), (2, 4, 0, 8), (2, 4, 0, 8)) == (0, 0)
-    assert ta.flops(*SHAPES["grouped"], operator="additive_attention", mask=ta.Causal()) == ta.flops(*SHAPES["grouped"], mask=ta.Causal())
+
+
+def test_additive_attention_is_counted_by_torch():
+    additive = pytest.importorskip("tiled_attention.additive_attention")
+    query, key, value = tensors("grouped")
+    run = lambda *x: additive.additive_attention(*x, torch.ones(8))
+    assert tuple(ta.flops(query, key, value, operator="additive_attention")) == counted(run, query, key, value)
 
 
 # Memory
@@ -158,6 +164,7 @@ def test_parameters_of_multihead_attention():
         ("LuongAttention", dict(query_dim=4, key_dim=3), {}),
         ("LuongAttention", dict(query_dim=4, key_dim=3, score="concat"), {}),
         ("LuongAttention", dict(query_dim=4, key_dim=3, score="concat", hidden_dim=9), {}),
+        ("AdditiveAttention", dict(query_dim=4, key_dim=3, hidden_dim=6), dict(num_heads=2)),
         ("LearnedEmbedding", dict(max_len=9, dim=4), {}),
         ("RelativeBias", dict(num_heads=3), {}),
         ("RelativeBias", dict(num_heads=3, max_distance=40, num_buckets=8), {}),
@@ -166,6 +173,8 @@ def test_parameters_of_multihead_attention():
     ],
 )
 def test_parameters(layer, sizes, others):
+    if layer == "AdditiveAttention":
+        pytest.importorskip("tiled_attention.additive_attention")
     assert ta.parameter_count(layer, **sizes) == parameters(getattr(ta, layer)(**sizes, **others))
 
 

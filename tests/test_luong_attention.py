@@ -202,7 +202,7 @@ def test_module(score, need_weights):
             unit = torch.eye(11, dtype=F64).expand(2, 1, 11, 11)
             expected, _ = ta.reference.luong_attention(*one_head[:2], unit, score, weight, mask=inner)
             torch.testing.assert_close(weights, expected[:, 0])
-        reused, _ = module(query, module.project_key(key), value, mask=mask, key_is_projected=True)
+        reused, _ = module(query, None, value, mask=mask, projected_key=module.project_keys(key))
         torch.testing.assert_close(reused, out)
 
 
@@ -233,12 +233,25 @@ def test_gradients_flow_through_the_weights(score):
     assert gradcheck(coverage, (*leaves, *parameters.values()))
 
 
+@pytest.mark.parametrize("score", ("general", "concat"))
+def test_module_with_other_leading_dimensions(score):
+    needs(score)
+    module = ta.LuongAttention(4, 3, score, dtype=F64)
+    query, key, value = randn(2, 3, 7, 4), randn(2, 3, 11, 3), randn(2, 3, 11, 5)
+    mask = torch.rand(2, 1, 7, 11) > 0.4
+    out, weights = module(query, key, value, mask=mask, need_weights=True)
+    for item in range(2):
+        for other in range(3):
+            single = module(query[item, other], key[item, other], value[item, other], mask=mask[item, 0], need_weights=True)
+            torch.testing.assert_close(single, (out[item, other], weights[item, other]))
+
+
 def test_a_decoder_steps_over_projected_keys():
     module = ta.LuongAttention(4, 3, dtype=F64)
     query, key, value = randn(2, 6, 4), randn(2, 9, 3), randn(2, 9, 5)
     whole, _ = module(query, key, value)
-    kept = module.project_key(key)
-    steps = [module(query[:, t : t + 1], kept, value, key_is_projected=True)[0] for t in range(6)]
+    kept = module.project_keys(key)
+    steps = [module(query[:, t : t + 1], None, value, projected_key=kept)[0] for t in range(6)]
     torch.testing.assert_close(torch.cat(steps, 1), whole)
 
 
@@ -281,8 +294,10 @@ Q, K, V = (torch.zeros(1, 2, 3, 4) for _ in range(3))
         (lambda: ta.LuongAttention(4, 3, "concat", 0), "hidden_dim"),
         (lambda: ta.LuongAttention(4, 3, dropout=1.5), "dropout"),
         (lambda: ta.LuongAttention(4, 4)(Q[0], K[0, :, :, :3], V[0]), "key"),
-        (lambda: ta.LuongAttention(4, 4)(Q, K[0], V[0]), "query"),
-        (lambda: ta.LuongAttention(4, 3)(Q[0], K[0, :, :, :3], V[0], key_is_projected=True), "key"),
+        (lambda: ta.LuongAttention(4, 4)(Q[0, 0, 0], K[0], V[0]), "query"),
+        (lambda: ta.LuongAttention(4, 4)(Q[0], None, V[0]), "key.*neither"),
+        (lambda: ta.LuongAttention(4, 4)(Q[0], K[0], V[0], projected_key=K[0]), "key.*both"),
+        (lambda: ta.LuongAttention(4, 3)(Q[0], None, V[0], projected_key=K[0, :, :, :3]), "projected_key"),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(call, named):

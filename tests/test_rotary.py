@@ -129,6 +129,25 @@ def test_nothing_is_lost_with_the_module():
         assert not other.state_dict() and torch.equal(other(x, x)[0], expected)
 
 
+def test_a_kept_table_changes_nothing():
+    rotary = ta.RotaryEmbedding(8, scaling=SCALINGS["yarn"])
+    tensors = {length: randn(1, 2, length, 8, dtype=torch.float32) for length in (300, 5, 700, 1, 0)}
+    for length, x in tensors.items():
+        fresh = ta.RotaryEmbedding(8, scaling=SCALINGS["yarn"])
+        assert torch.equal(rotary(x, x)[0], fresh(x, x)[0])
+        assert torch.equal(rotary(x, x)[0], fresh(x, x, torch.arange(length))[0])
+    assert torch.equal(rotary(x.double(), x.double())[0], fresh(x.double(), x.double())[0])
+    x = tensors[700].clone().requires_grad_()
+    other = ta.RotaryEmbedding(8)
+    with torch.inference_mode():
+        expected, _ = other(tensors[700], tensors[700])
+    out, _ = other(x, x)
+    out.sum().backward()
+    assert torch.equal(out, expected) and x.grad.isfinite().all()
+    grad = torch.func.grad(lambda x: other(x, x)[0].square().sum())(tensors[5])
+    torch.testing.assert_close(grad, 2 * tensors[5])
+
+
 # Scaling
 
 

@@ -203,7 +203,7 @@ def _turn(rotary: Any, query: Tensor, key: Tensor, query_offset: int | Tensor | 
         raise TypeError(f"rotary must be a RotaryEmbedding, got {type(rotary).__name__}")
     rotary.check("query", query)
     rotary.check("key", key)
-    return rotary.turn_both(query, key, *rotary.default_positions(query, key, query_offset))
+    return rotary.turn_for_call(query, key, query_offset)
 
 
 def _offsets(query_offset: Any, query: Tensor) -> int | Tensor:

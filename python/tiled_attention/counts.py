@@ -53,7 +53,8 @@ def flops(
     """Floating-point operations of one call, a multiplication and an addition counting as two; exponentials and sums of rows do not count.
 
         attention            forward 2 P (head_dim + head_dim_v), backward 2 P (3 head_dim + 2 head_dim_v), P the visible pairs
-        additive_attention   the same, head_dim being the hidden size, with one addition and one hyperbolic tangent for a product
+        additive_attention   forward P (4 head_dim + 2 head_dim_v), backward P (12 head_dim + 4 head_dim_v): a sum, a hyperbolic tangent,
+                             a product and its sum make 4; head_dim is the hidden size
         linear_attention     forward 2 (R + K) head_dim head_dim_v, causal + 64 R (head_dim + head_dim_v) for the pairs within chunks of 64;
                              backward 2.5 times that; R and K are all rows of query and of key
 
@@ -80,6 +81,8 @@ def flops(
         forward += math.prod(q[:-1]) * CHUNK * (q[-1] + v[-1]) if causal else 0
         return Flops(forward, forward * 5 // 2)
     pairs = math.prod(q[:-1]) * k[-2] if mask is None else _visible(mask, q, k, query_offset)
+    if operator == "additive_attention":
+        return Flops(pairs * (4 * q[-1] + 2 * v[-1]), pairs * (12 * q[-1] + 4 * v[-1]))
     return Flops(2 * pairs * (q[-1] + v[-1]), 2 * pairs * (3 * q[-1] + 2 * v[-1]))
 
 
@@ -118,6 +121,7 @@ def parameter_count(layer: str, **sizes: Any) -> int:
         LinearAttention(embed_dim, bias=True)               4 embed_dim^2, + 4 embed_dim with bias
         LuongAttention(query_dim, key_dim, score="general", hidden_dim=query_dim)
             0, query_dim key_dim, or hidden_dim (query_dim + key_dim + 1), for "dot", "general" and "concat"
+        AdditiveAttention(query_dim, key_dim, hidden_dim)   hidden_dim (query_dim + key_dim + 2)
         LearnedEmbedding(max_len, dim)                      max_len dim
         RelativeBias(num_heads, max_distance=128, num_buckets=32, bidirectional=True)
             num_heads num_buckets; without buckets num_heads (2 max_distance + 1), or num_heads (max_distance + 1) one-sided
@@ -132,6 +136,7 @@ def parameter_count(layer: str, **sizes: Any) -> int:
         "MultiheadAttention": _multihead_parameters,
         "LinearAttention": lambda embed_dim, bias=True: 4 * embed_dim**2 + 4 * embed_dim * bool(bias),
         "LuongAttention": _luong_parameters,
+        "AdditiveAttention": lambda query_dim, key_dim, hidden_dim: hidden_dim * (query_dim + key_dim + 2),
         "LearnedEmbedding": lambda max_len, dim: max_len * dim,
         "RelativeBias": _relative_parameters,
     }

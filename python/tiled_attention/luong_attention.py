@@ -110,7 +110,7 @@ def luong_attention(
 
         matrix, vector = cast(tuple[Tensor, Tensor], weight)
         of_query, of_key = matrix.split([query.shape[-1], key.shape[-1]], 1)
-        return additive_attention(F.linear(query, of_query), _project_key(key, of_key), value, vector * scale, **options)
+        return additive_attention(F.linear(query, of_query), _project_keys(key, of_key), value, vector * scale, **options)
     if score == "general":
         query = query @ cast(Tensor, weight)
     return attention(query, key, value, scale=scale, **options)
@@ -140,7 +140,7 @@ def check_weight(score: str, weight: Any, num_heads: int, query_dim: int, key_di
         raise ValueError(f"weight must have shapes {wanted}, got {tuple(matrix.shape)} and {tuple(vector.shape)}")
 
 
-def _project_key(key: Tensor, weight: Tensor) -> Tensor:
+def _project_keys(key: Tensor, weight: Tensor) -> Tensor:
     """F.linear, where a key that is not finite reaches no gradient: it may be hidden, and 0 * NaN is NaN."""
     usable = key.detach().isfinite().all(-1, keepdim=True)
     return torch.where(usable, F.linear(torch.where(usable, key, 0.0), weight), F.linear(key.detach(), weight.detach()))
@@ -201,74 +201,78 @@ class LuongAttention(nn.Module):
         if self.vector is not None:
             nn.init.xavier_uniform_(self.vector[None])
 
-    def project_key(self, key: Tensor) -> Tensor:
-        """What the score needs of the keys, to be kept over the steps of a decoder: (batch, seqlen_kv, key_dim) -> (batch, seqlen_kv,
-        query_dim), with "concat" (batch, seqlen_kv, hidden_dim)."""
+    def project_keys(self, key: Tensor) -> Tensor:
+        """What the score needs of the keys, for `forward(..., projected_key=)`.
+
+        Args:
+            key: (..., seqlen_kv, key_dim).
+
+        Returns:
+            (..., seqlen_kv, query_dim); of "concat" (..., seqlen_kv, hidden_dim).
+        """
         self._check("key", key, self.key_dim)
         if self.weight is None:
             return key
-        return _project_key(key, self.weight if self.score == "general" else self.weight[:, self.query_dim :])
+        return _project_keys(key, self.weight if self.score == "general" else self.weight[:, self.query_dim :])
 
     def forward(
         self,
         query: Tensor,
-        key: Tensor,
+        key: Tensor | None,
         value: Tensor,
         *,
         mask: Mask | Tensor | None = None,
         need_weights: bool = False,
-        key_is_projected: bool = False,
+        projected_key: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend.
 
         Args:
-            query: (batch, seqlen_q, query_dim); one step of a decoder has seqlen_q 1.
-            key: (batch, seqlen_kv, key_dim), or with `key_is_projected` the result of `project_key`.
-            value: (batch, seqlen_kv, value_dim).
-            mask: a mask, or a bool tensor that broadcasts to (batch, seqlen_q, seqlen_kv), True = attend. Default None.
+            query: (..., seqlen_q, query_dim); one step of a decoder has seqlen_q = 1.
+            key: (..., seqlen_kv, key_dim); None with `projected_key`.
+            value: (..., seqlen_kv, value_dim).
+            mask: a mask, or a bool tensor that broadcasts to (..., seqlen_q, seqlen_kv), True = attend. Default None.
             need_weights: also return the weights that made the output, after dropout. Default False.
+            projected_key: `project_keys(key)`, in the place of key. Default None.
 
         Returns:
-            out (batch, seqlen_q, value_dim), and the weights (batch, seqlen_q, seqlen_kv), at least float32 but for "concat", which has
-            them in the dtype of value; or None. Both are differentiable: a coverage is the sum of the weights over the steps.
+            (out, weights): out (..., seqlen_q, value_dim); weights None, or float32 (float64 for float64) (..., seqlen_q, seqlen_kv). Both
+            are differentiable: a coverage is the sum of the weights over the steps.
 
         Errors: ValueError or TypeError naming the argument.
         """
         self._check("query", query, self.query_dim)
-        if not key_is_projected:
-            key = self.project_key(key)
-        self._check("key", key, self.query_dim if self.hidden_dim is None else self.hidden_dim)
+        if (key is None) == (projected_key is None):
+            raise ValueError(f"key, projected_key: expected one of the two, got {'neither' if key is None else 'both'}")
+        if projected_key is None:
+            projected_key = self.project_keys(cast(Tensor, key))
+        self._check("projected_key", projected_key, self.query_dim if self.hidden_dim is None else self.hidden_dim)
         self._check("value", value, None)
-        if isinstance(mask, Tensor) and mask.dim() == 3:
-            mask = mask[:, None]
+        if isinstance(mask, Tensor) and 2 < mask.dim() <= query.dim():
+            mask = mask.unsqueeze(-3)
         options: dict[str, Any] = {"mask": mask, "dropout_p": self.dropout if self.training else 0.0}
-        key, value = key[:, None], value[:, None]  # one head
         weights: Tensor | None = None
         if self.hidden_dim is not None:
-            return self._concat(query[:, None], key, value, need_weights, options)
-        if need_weights:
-            out, weights = attention_with_weights(query[:, None], key, value, scale=1.0, **options)
+            from .additive_attention import additive_attention, additive_attention_with_weights
+
+            query = F.linear(query, cast(Tensor, self.weight)[:, : self.query_dim])
+            one_head = *(tensor.unsqueeze(-3) for tensor in (query, projected_key, value)), self.vector
+            if need_weights:
+                out, weights = additive_attention_with_weights(*one_head, **options)
+            else:
+                out = additive_attention(*one_head, **options)
         else:
-            out = attention(query[:, None], key, value, scale=1.0, **options)
-        return out[:, 0], None if weights is None else weights[:, 0]
-
-    def _concat(
-        self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        from .additive_attention import additive_attention
-
-        query = F.linear(query, cast(Tensor, self.weight)[:, : self.query_dim])
-        value_dim, seqlen_kv = value.shape[-1], value.shape[-2]
-        if need_weights:  # the weights are what they make of a unit matrix
-            unit = torch.eye(seqlen_kv, dtype=value.dtype, device=value.device).expand(*value.shape[:-2], -1, -1)
-            value = torch.cat([value, unit], -1)
-        out = additive_attention(query, key, value, self.vector, **options)[:, 0]
-        return out[..., :value_dim], out[..., value_dim:] if need_weights else None
+            query, key, value = (tensor.unsqueeze(-3) for tensor in (query, projected_key, value))
+            if need_weights:
+                out, weights = attention_with_weights(query, key, value, scale=1.0, **options)
+            else:
+                out = attention(query, key, value, scale=1.0, **options)
+        return out.squeeze(-3), None if weights is None else weights.squeeze(-3)
 
     def _check(self, name: str, tensor: Any, features: int | None) -> None:
         check_float(name, tensor)
-        if tensor.dim() != 3 or (features is not None and tensor.shape[-1] != features):
-            raise ValueError(f"{name} must have shape (batch, seqlen, {features or 'value_dim'}), got {tuple(tensor.shape)}")
+        if tensor.dim() < 2 or (features is not None and tensor.shape[-1] != features):
+            raise ValueError(f"{name} must have shape (..., seqlen, {features or 'value_dim'}), got {tuple(tensor.shape)}")
 
     def extra_repr(self) -> str:
         hidden = "" if self.hidden_dim is None else f", hidden_dim={self.hidden_dim}"

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .arguments import real_dtype
 from .mask_checks import number
@@ -103,7 +104,8 @@ class RotaryEmbedding(nn.Module):
 
     with (a, b) = (i, i + rotary_dim / 2), or (2 i, 2 i + 1) if `interleaved`. Query . key then depends on the positions through their
     difference only. Angles are float64, cosines and sines at least float32, products likewise; the result has the dtype, and the order
-    of dimensions in memory, of the input. There are no parameters and no buffers, so that nothing of it is lost in `.half()`.
+    of dimensions in memory, of the input. There are no parameters and no buffers, so that nothing of it is lost in `.half()`; the
+    table of the longest call is kept, of static frequencies, in eager mode.
 
     Args:
         head_dim: of query and key, even.
@@ -136,14 +138,15 @@ class RotaryEmbedding(nn.Module):
             name, most = ("head_dim", "") if rotary_dim is None else ("rotary_dim", f" and at most head_dim ({head_dim})")
             raise ValueError(f"{name} must be even, for pairs of features{most}, got {self.rotary_dim}")
         self.base = check_base(base)
-        if self.base == 1 and isinstance(scaling, RotaryScaling) and scaling.kind == "yarn":
-            raise ValueError("base must not be 1 for yarn, got 1")
         self.interleaved = bool(interleaved)
         if isinstance(scaling, Mapping):
             scaling = RotaryScaling.from_config(scaling, self.base)
         elif scaling is not None and not isinstance(scaling, RotaryScaling):
             raise TypeError(f"scaling must be a RotaryScaling, a mapping or None, got {type(scaling).__name__}")
+        if self.base == 1 and scaling is not None and scaling.kind == "yarn":
+            raise ValueError("base must not be 1 for yarn, got 1")
         self.scaling = scaling
+        self._kept: Tensor | None = None
 
     def forward(self, query: Tensor, key: Tensor, positions: Tensor | tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Turn both.
@@ -159,8 +162,8 @@ class RotaryEmbedding(nn.Module):
         for name, tensor in (("query", query), ("key", key)):
             self.check(name, tensor)
         if positions is None:
-            pair = self.default_positions(query, key, None)
-        elif isinstance(positions, (tuple, list)):
+            return self.turn_for_call(query, key, None)
+        if isinstance(positions, (tuple, list)):
             if len(positions) != 2:
                 raise ValueError(f"positions must be one tensor or a pair, got {len(positions)}")
             pair = positions[0], positions[1]
@@ -207,16 +210,34 @@ class RotaryEmbedding(nn.Module):
             turned.append(self.turn(x, cos, sin))
         return turned[0], turned[1]
 
-    @staticmethod
-    def default_positions(query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> tuple[Tensor, Tensor]:
-        """(seqlen_q,), or with the leading dimensions of an offset tensor, and (seqlen_kv,): where `attention` has its rows and keys."""
-        rows = torch.arange(query.shape[-2], device=query.device)
-        keys = torch.arange(key.shape[-2], device=key.device)
-        if query_offset is None:
-            return rows + (key.shape[-2] - query.shape[-2]), keys
-        if isinstance(query_offset, Tensor) and query_offset.dim():
-            return rows + query_offset.long()[..., None], keys
-        return rows + query_offset, keys
+    def turn_for_call(self, query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> tuple[Tensor, Tensor]:
+        """Both where `attention` has them: key j at j, query i at i + query_offset (None: seqlen_kv - seqlen_q; a tensor: (batch...,))."""
+        seqlen_q, seqlen_kv = query.shape[-2], key.shape[-2]
+        offset = seqlen_kv - seqlen_q if query_offset is None else query_offset
+        is_static = self.scaling is None or self.scaling.kind != "dynamic"
+        if is_static and not isinstance(offset, Tensor) and 0 <= offset <= seqlen_kv and query.dtype == key.dtype:
+            table = self._table(max(offset + seqlen_q, seqlen_kv), query.device, real_dtype(query.dtype))
+            turned_query = rotate(query, table[offset : offset + seqlen_q], self.interleaved)
+            return turned_query, rotate(key, table[:seqlen_kv], self.interleaved)
+        rows, keys = torch.arange(seqlen_q, device=query.device), torch.arange(seqlen_kv, device=key.device)
+        if isinstance(offset, Tensor) and offset.dim():
+            offset = offset.long()[..., None]
+        return self.turn_both(query, key, rows + offset, keys)
+
+    def _table(self, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Of positions 0 .. length - 1 at frequencies that do not depend on the call, (length, rotary_dim); kept from call to call."""
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or is_in_torch_dispatch_mode():
+            return torch.cat(self.tables(torch.arange(length, device=device), dtype=dtype), -1)
+        kept = self._kept
+        if kept is None or kept.device != device or kept.dtype != dtype or kept.shape[0] < length:
+            positions = torch.arange(max(1 << (length - 1).bit_length(), 256), device=device)
+            kept = torch.cat(self.tables(positions, dtype=dtype), -1)
+            if not torch.is_inference_mode_enabled():  # whose tensors no backward can use
+                self._kept = kept
+        return kept[:length]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
 
     def check(self, name: str, tensor: Any) -> None:
         """That it is a float tensor (..., heads, seqlen, head_dim)."""
