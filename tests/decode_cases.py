@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import tiled_attention as ta
-from oracle import _limit, attention, plain_inputs
+from oracle import attention, limit_of, plain_inputs
 from tiled_attention.testing import DTYPES, SHORT_NAMES, Case, error, lay_out, real_dtype
 
 F32, F64, BF16, F16 = DTYPES
@@ -128,7 +128,7 @@ def limits(case: DecodeCase, dot: bool) -> tuple[float, float]:
     """How far out and lse may be from the exact ones."""
     out, lse, own_out, own_lse = expected(case)
     real = real_dtype(case.dtype)
-    return _limit("out", out, own_out, case.dtype, case.dtype, dot), _limit("lse", lse, own_lse, case.dtype, real, dot)
+    return limit_of("out", out, own_out, case.dtype, case.dtype, dot), limit_of("lse", lse, own_lse, case.dtype, real, dot)
 
 
 STREAMING = "Causal() & (SlidingWindow(20, 0) | Sinks(5))"
