@@ -48,7 +48,7 @@ KERNEL_FLAGS = [
     "-fPIC",
 ]
 
-OPERATORS = ["csrc/attention.cpp", "csrc/attention_varlen.cpp", "csrc/linear_attention.cpp"]
+OPERATORS = ["csrc/attention.cpp", "csrc/attention_varlen.cpp", "csrc/linear_attention.cpp", "csrc/rotate.cpp"]
 # Stable ABI of torch 2.10 and later; no symbol of Python is used.
 MACROS = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("TORCH_STABLE_ONLY", None), ("Py_LIMITED_API", "0x030a0000")]
 

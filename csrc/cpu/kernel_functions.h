@@ -17,6 +17,7 @@ void linear_fwd(const LinearAttentionParams&, const ThreadPool&, void* scratch);
 size_t linear_bwd_scratch(const LinearAttentionBackwardParams&, const ThreadPool&);
 void linear_bwd(const LinearAttentionBackwardParams&, const ThreadPool&, void* scratch);
 void linear_step(const LinearAttentionParams&, const ThreadPool&);
+void rotate(const RotateParams&, const ThreadPool&);
 void dropout_mask(const DropoutParams&, int64_t batch, int64_t num_heads, int64_t seqlen_q, int64_t seqlen_kv, const ThreadPool&, bool* keep);
 void mask_dense(const MaskParams&, int64_t batch, int64_t seqlen_q, int64_t seqlen_kv, bool* visible);
 

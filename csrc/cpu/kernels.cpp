@@ -53,6 +53,7 @@ const Kernels kernels = {STRING(KERNEL_ISA),
                          linear_bwd_scratch,
                          linear_bwd,
                          linear_step,
+                         rotate,
                          dropout_mask,
                          mask_dense,
                          peak};

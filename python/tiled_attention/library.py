@@ -20,6 +20,7 @@ _OF_EACH_DEVICE = (
     *("attention_fwd", "attention", "attention_bwd", "attention_weights", "dropout_mask", "_mask_dense"),
     *("attention_varlen_fwd", "attention_varlen", "attention_varlen_bwd"),
     *("linear_attention_fwd", "linear_attention", "linear_attention_bwd", "linear_attention_step", "linear_attention_step_"),
+    "rotate",
 )
 
 
