@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
 
 // distance_sums: a block per head and diagonal of tiles, which have the same distances at the same places.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) == 8 ? 2 : 3)
+__global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
     attention_fma_distances_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats, typename Tile::Real* distance_sums) {
   using Real = typename Tile::Real;
   using Pairs = QueryPairs<Tile>;
