@@ -207,6 +207,17 @@ def test_gradients_of_float32_are_rounded_once():
         torch.testing.assert_close(grad.double(), other, rtol=1e-6, atol=1e-6 * float(other.abs().max()))
 
 
+def test_thread_counts_and_other_rows_change_no_bit():
+    query, key, value = inputs(torch.float32, n=70, m=300)
+    whole = ta.gaussian_attention(query, key, value, 0.7, return_lse=True)
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        again = ta.gaussian_attention(query, key, value, 0.7, return_lse=True)
+        assert all(torch.equal(a, b) for a, b in zip(whole, again))
+    part = ta.gaussian_attention(query[1:, :, 7:20], key[1:], value[1:], 0.7, return_lse=True)
+    assert torch.equal(part[0], whole[0][1:, :, 7:20]) and torch.equal(part[1], whole[1][1:, :, 7:20])
+
+
 def test_transforms():
     query, key, value = inputs(batch=(3, 2))
     bandwidth = torch.tensor([0.8, 1.3, 2.0, 0.4], dtype=F64)

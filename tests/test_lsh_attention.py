@@ -233,6 +233,18 @@ def test_gradients_are_those_of_the_definition(dtype):
         assert (grad - exact).abs().max() <= (1e-5 if dtype == torch.float32 else 4 * 2**-8) * exact.abs().max()
 
 
+def test_thread_counts_change_no_bit():
+    results = []
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        leaves = [tensor.requires_grad_() for tensor in tokens(512, torch.float32, dim=16)]
+        out, lse = ta.lsh_attention(*leaves, num_hashes=3, bucket_size=16, causal=True, seed=1, return_lse=True)
+        results.append([out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), leaves)])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+
+
 def test_transforms():
     query_key, value = tokens(12, batch=(3, 2))
     run = lambda *x: ta.lsh_attention(*x, num_hashes=2, bucket_size=3, causal=True, seed=2)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .arguments import real_dtype
-from .attention import attention, merge_attention
+from .attention import attention
 from .call import autocast_active, cast_for_autocast, check_float, check_number, default_scale
 from .mask_checks import check_bool, check_broadcasts, number
 from .reference import philox
@@ -114,12 +114,13 @@ def lsh_attention(
         orders = hash_orders(query_key.detach(), num_hashes, bucket_size, seed, key_mask)  # (num_hashes, ..., num_heads, seqlen)
         places = orders.argsort(-1)
         buckets = places.div(bucket_size, rounding_mode="floor").to(_smallest_integer(seqlen // bucket_size))
-    merged: tuple[Tensor, Tensor] | None = None
+    parts, lses = [], []
     for round_ in range(num_hashes):
         visible = _visible_pairs(orders[round_], buckets[:round_], bucket_size, causal, key_mask)
         part, lse = _attend(query_key, key, value, orders[round_], places[round_], visible, bucket_size, scale)
-        merged = (part.to(real), lse) if merged is None else merge_attention(*merged, part.to(real), lse)
-    return _see_oneself(query_key, key, value, merged, key_mask, scale, return_lse)
+        parts.append(part.to(real))
+        lses.append(lse)
+    return _see_oneself(query_key, key, value, *_merge(parts, torch.stack(lses)), key_mask, scale, return_lse)
 
 
 def hash_orders(tokens: Tensor, num_hashes: int, bucket_size: int, seed: int, key_mask: Tensor | None) -> Tensor:
@@ -174,7 +175,7 @@ def _visible_pairs(order: Tensor, earlier: Tensor, bucket_size: int, causal: boo
         sorted_buckets = buckets.gather(-1, order)
         behind = _by_bucket(sorted_buckets, bucket_size)[..., None] - _with_bucket_before(sorted_buckets, bucket_size, 0)[..., None, :]
         # 0 or 1: seen before. Differences wrap around in uint8, with fewer buckets than it has numbers.
-        visible &= behind >= 2 if behind.dtype == torch.uint8 else (behind >> 1) != 0
+        visible &= behind >= 2 if behind.dtype == torch.uint8 else behind.bitwise_right_shift_(1) != 0
     return visible
 
 
@@ -200,11 +201,22 @@ def _attend(
     return out.view(value.shape), lse.view(value.shape[:-1])
 
 
+def _merge(parts: list[Tensor], lses: Tensor) -> tuple[Tensor, Tensor]:
+    """`merge_attention` of all rounds, lses (num_hashes, ...), at once. Rows that saw nothing are 0 in their part."""
+    dead = (lses.detach() == -math.inf).all(0)
+    lses = torch.where(dead, 0.0, lses)
+    lse = lses.logsumexp(0)
+    weights = (lses - lse).exp()[..., None]
+    out = parts[0] * weights[0]
+    for part, weight in zip(parts[1:], weights[1:]):
+        out = torch.addcmul(out, part, weight)
+    return out, torch.where(dead, -math.inf, lse)
+
+
 def _see_oneself(
-    query: Tensor, key: Tensor, value: Tensor, merged: Any, key_mask: Tensor | None, scale: float, return_lse: bool
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, key_mask: Tensor | None, scale: float, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The token itself where it sees no other."""
-    out, lse = merged
     alone = lse.detach() == -math.inf
     if key_mask is not None:
         alone = alone & key_mask
