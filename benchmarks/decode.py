@@ -64,7 +64,9 @@ def decode(threads: int, rounds: int, seconds: float) -> Iterator[Row]:
             for isa in fused:
                 ops._set_isa(isa)
                 what = f"(1, {HEADS} / {heads_kv}, {length}, {HEAD_DIM}) {machine.dtype_name(dtype)} {isa}"
-                if not torch.allclose(ours(*caches[0]).float(), _sdpa(query.float(), *(c.float() for c in caches[0])), rtol=0.05, atol=2e-3):
+                if not torch.allclose(
+                    ours(*caches[0]).float(), _sdpa(query.float(), *(c.float() for c in caches[0])), rtol=0.05, atol=2e-3
+                ):
                     yield Row("decode", what, wrong=True)
                     continue
                 calls = {

@@ -1,6 +1,6 @@
 """Measures the numbers that the operators are to reach, and says for each whether it does.
 
-    python benchmarks/run.py [attention | linear] [--only NAME ...] [--json FILE] [--threads 2] [--rounds 30] [--seconds 10]
+    python benchmarks/run.py [attention | linear | decode] [--only NAME ...] [--json FILE] [--threads 2] [--rounds 30] [--seconds 10]
 
 Both sides alternate in one process; times are medians. A result is checked before it is timed. The exit code is 1 when a result was wrong
 and 0 otherwise, whatever the times are.

@@ -77,8 +77,7 @@ void check_cache(CacheArguments* args, const Tensor& like, int64_t pinned, Cache
 // Values, where they may be read: lengths with the new keys within the cache.
 void check_length_values(const CacheParams& cache, int64_t batch) {
   for (int64_t b = 0; device::kReadsValues && b < batch; ++b) {
-    const int64_t length =
-        cache.seqlens_are_64_bit ? static_cast<const int64_t*>(cache.cache_seqlens)[b] : static_cast<const int32_t*>(cache.cache_seqlens)[b];
+    const int64_t length = cache.seqlens_are_64_bit ? static_cast<const int64_t*>(cache.cache_seqlens)[b] : static_cast<const int32_t*>(cache.cache_seqlens)[b];
     const int64_t most = (cache.pinned < 0 ? cache.slots : kMaxLength - 1) - cache.num_new;
     if (length >= 0 && length <= most) continue;
     if (cache.pinned >= 0) fail("cache_seqlens must be in [0, ", most, "], got ", length, " at ", b);
@@ -93,8 +92,8 @@ void check_pages(const CacheItem& item, int64_t batch, Interval keys) {
   for (int64_t key = keys.begin; key < keys.end;) {
     const int64_t slot = item.slot(key), entry = slot / page_size;
     if (item.page(slot) < 0) {
-      fail("page_table must hold pages in [0, num_pages = ", item.cache.num_pages, ") for the keys that are used, got ", item.pages[entry], " at (", batch, ", ",
-           entry, ")");
+      fail("page_table must hold pages in [0, num_pages = ", item.cache.num_pages, ") for the keys that are used, got ", item.pages[entry], " at (", batch,
+           ", ", entry, ")");
     }
     key += min_of(page_size - slot % page_size, item.cache.pinned < 0 ? page_size : item.cache.slots - slot);
   }

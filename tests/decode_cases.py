@@ -160,12 +160,18 @@ FEATURES = [
     ),
     *(BASE.replace(**option, dtype=dtype) for option in ({"alibi": True}, {"softcap": 1.5}, {"sinks": True}) for dtype in DTYPES),
     *(BASE.replace(scale=scale, dtype=dtype) for scale in (-0.4, 0.0) for dtype in (F32, BF16)),
-    *(BASE.replace(layout=layout, dtype=dtype) for layout in ("heads_last", "strided", "gapped", "offset", "dim_first") for dtype in (F32, BF16)),
+    *(
+        BASE.replace(layout=layout, dtype=dtype)
+        for layout in ("heads_last", "strided", "gapped", "offset", "dim_first")
+        for dtype in (F32, BF16)
+    ),
     BASE.replace(layout="heads_last", page_size=16, dtype=F16),
     # Head sizes: below, at and above vectors, lanes of a warp, and what a block holds.
     *(
         DecodeCase(lengths=(0, 33, 150), head_dim=d, head_dim_v=dv, dtype=DTYPES[k % 4], seed=k)
-        for k, (d, dv) in enumerate(((1, 1), (3, 7), (8, 16), (17, 33), (64, 64), (65, 40), (80, 96), (128, 128), (129, 257), (257, 5), (16, 300), (0, 4)))
+        for k, (d, dv) in enumerate(
+            ((1, 1), (3, 7), (8, 16), (17, 33), (64, 64), (65, 40), (80, 96), (128, 128), (129, 257), (257, 5), (16, 300), (0, 4))
+        )
     ),
     # Rows of a kv head: one, a few, as many as a tile and more.
     *(
@@ -173,7 +179,11 @@ FEATURES = [
         for k, (h, hk, n) in enumerate(((1, 1, 1), (3, 3, 2), (5, 1, 1), (6, 2, 3), (8, 1, 1), (9, 3, 5), (16, 2, 5)))
     ),
     # More queries than keys: rows before the first key.
-    *(DecodeCase(lengths=(0, 2, 9), seqlen_q=5, mask="Causal()", sinks=sinks, dtype=dtype) for sinks in (False, True) for dtype in (F32, F16)),
+    *(
+        DecodeCase(lengths=(0, 2, 9), seqlen_q=5, mask="Causal()", sinks=sinks, dtype=dtype)
+        for sinks in (False, True)
+        for dtype in (F32, F16)
+    ),
     # New keys.
     *(BASE.replace(num_new=3, mask="Causal()", page_size=page_size, dtype=dtype) for page_size in (None, 4) for dtype in DTYPES),
     BASE.replace(num_new=1, seqlen_q=1, layout="heads_last", alibi=True),

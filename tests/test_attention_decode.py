@@ -32,7 +32,9 @@ def check(case: DecodeCase) -> None:
         for name, at in (("key_cache", 0), ("value_cache", 1)):
             for b, n in enumerate(case.lengths):
                 rows = ta.reference_decode.cached_rows(arguments[name], n, b, arguments.get("page_table"))
-                assert torch.equal(rows[:, n - case.num_new :].nan_to_num(), items[b][at][:, n - case.num_new :].nan_to_num()), f"{name}: wrong keys"
+                assert torch.equal(rows[:, n - case.num_new :].nan_to_num(), items[b][at][:, n - case.num_new :].nan_to_num()), (
+                    f"{name}: wrong keys"
+                )
 
 
 @pytest.mark.parametrize("case", decode_cases.LENGTH_CASES, ids=lambda case: case.id)
@@ -48,7 +50,9 @@ def test_features(case: DecodeCase, isa: str):
 @pytest.mark.parametrize("case", decode_cases.FEATURES[::5], ids=lambda case: case.id)
 def test_reference(case: DecodeCase):
     arguments, _ = case.inputs()
-    out, lse = ta.reference.attention_decode(**{k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in arguments.items()}, return_lse=True)
+    out, lse = ta.reference.attention_decode(
+        **{k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in arguments.items()}, return_lse=True
+    )
     exact_out, exact_lse, _, _ = expected(case)
     torch.testing.assert_close(out, exact_out)
     torch.testing.assert_close(lse, exact_lse)
@@ -97,7 +101,9 @@ def test_key_lengths_and_documents(lengths):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number_of_threads_gives_the_same_bits(dtype, isa: str):
-    case = DecodeCase(lengths=(2500, 0, 700), num_heads=4, num_heads_kv=1, seqlen_q=2, dtype=dtype, mask="SlidingWindow(2100, 0)", sinks=True)
+    case = DecodeCase(
+        lengths=(2500, 0, 700), num_heads=4, num_heads_kv=1, seqlen_q=2, dtype=dtype, mask="SlidingWindow(2100, 0)", sinks=True
+    )
     arguments, _ = case.inputs()
     torch.set_num_threads(1)
     want = ta.attention_decode(**arguments, return_lse=True)
@@ -111,7 +117,9 @@ def test_a_batch_item_alone_gives_the_same_bits(isa: str):
     arguments, _ = DecodeCase(lengths=(5, 1100, 300), seqlen_q=2, alibi=True).inputs()
     whole = ta.attention_decode(**arguments)
     for b in range(3):
-        part = {name: x[b : b + 1] if name in ("query", "key_cache", "value_cache", "cache_seqlens") else x for name, x in arguments.items()}
+        part = {
+            name: x[b : b + 1] if name in ("query", "key_cache", "value_cache", "cache_seqlens") else x for name, x in arguments.items()
+        }
         assert torch.equal(ta.attention_decode(**part), whole[b : b + 1])
 
 
@@ -127,7 +135,10 @@ def test_pages_give_the_bits_of_a_contiguous_cache(isa: str):
             for b, n in enumerate(case.lengths):
                 for j in range(n):
                     caches[name][table[b, j // page_size], :, j % page_size] = items[b][at][:, j]
-        assert torch.equal(ta.attention_decode(**(arguments | caches), page_table=table), ta.attention_decode(**arguments)), (dtype, page_size)
+        assert torch.equal(ta.attention_decode(**(arguments | caches), page_table=table), ta.attention_decode(**arguments)), (
+            dtype,
+            page_size,
+        )
 
 
 def test_unused_memory_may_hold_anything():
@@ -195,7 +206,12 @@ def test_append_counts_as_a_change():
 
 def base(**changes) -> dict[str, object]:
     cache = torch.randn(2, 2, 9, 8)
-    return {"query": torch.randn(2, 4, 1, 8), "key_cache": cache, "value_cache": cache.clone(), "cache_seqlens": torch.tensor([3, 4])} | changes
+    return {
+        "query": torch.randn(2, 4, 1, 8),
+        "key_cache": cache,
+        "value_cache": cache.clone(),
+        "cache_seqlens": torch.tensor([3, 4]),
+    } | changes
 
 
 def paged(**changes) -> dict[str, object]:

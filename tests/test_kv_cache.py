@@ -89,7 +89,9 @@ def test_a_cache_is_what_attention_decode_takes():
     query, key, value = past.tokens(5)
     cache.append(key, value)
     options = {"cache_seqlens": cache.seqlens, "page_table": cache.page_table, "mask": ta.Causal(), "return_lse": True}
-    for ours, theirs in zip(ta.attention_decode(query, cache.keys, cache.values, **options), cache.attend(query, return_lse=True), strict=True):
+    for ours, theirs in zip(
+        ta.attention_decode(query, cache.keys, cache.values, **options), cache.attend(query, return_lse=True), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
@@ -207,7 +209,12 @@ class TestCompile:
             out = ta.attention_decode(query, key_cache, value_cache, cache_seqlens=seqlens, new_key=key, new_value=value)
             return out, key_cache.sum(-1), value_cache
 
-        arguments = (torch.randn(2, 4, 1, 8), *(torch.randn(2, 2, 9, 8) for _ in range(2)), *(torch.randn(2, 2, 1, 8) for _ in range(2)), torch.tensor([3, 8]))
+        arguments = (
+            torch.randn(2, 4, 1, 8),
+            *(torch.randn(2, 2, 9, 8) for _ in range(2)),
+            *(torch.randn(2, 2, 1, 8) for _ in range(2)),
+            torch.tensor([3, 8]),
+        )
         compiled = torch.compile(run, fullgraph=True, backend="inductor")
         torch.testing.assert_close(compiled(*arguments), run(*arguments))
 

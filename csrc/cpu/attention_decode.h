@@ -71,7 +71,9 @@ struct DecodeBuffers {
     query_temp = scratch.take<T>(p.query.col_stride == 1 ? 0 : p.head_dim);
     cache_temp = scratch.take<T>(p.key.col_stride == 1 && p.value.col_stride == 1 ? 0 : kDecodeKeys * max_of(p.head_dim, p.head_dim_v));
   }
-  static RowState<Real> take_state(int tile_rows, int out_stride, Scratch& scratch) { return ForwardBuffers<T, Unit, false>::take_state(tile_rows, out_stride, scratch); }
+  static RowState<Real> take_state(int tile_rows, int out_stride, Scratch& scratch) {
+    return ForwardBuffers<T, Unit, false>::take_state(tile_rows, out_stride, scratch);
+  }
 };
 
 template <class T, class Unit>

@@ -131,7 +131,8 @@ __attribute__((noinline)) void decode_scores(int rows, int head_dim, const Unit*
       if (d < head_dim) step(d, head_dim - d);
       const Acc sums = reduce_each(acc);
 #pragma GCC unroll 4
-      for (int i = 0; i < kRows; i++) memcpy(scores + (r + i) * stride + j, (const char*)&sums + i * kKeys * sizeof(Accumulator<Unit>), kKeys * sizeof(Accumulator<Unit>));
+      for (int i = 0; i < kRows; i++)
+        memcpy(scores + (r + i) * stride + j, (const char*)&sums + i * kKeys * sizeof(Accumulator<Unit>), kKeys * sizeof(Accumulator<Unit>));
     }
   }
 }
@@ -197,8 +198,8 @@ template <int kValue> struct VectorCount {
 
 // out[r] += weights[r][j] value[j], one j after the other. rows is a multiple of kDecodeRowStep; weights of bf16 pairs begin at a whole one.
 template <class Unit, class T>
-__attribute__((noinline)) void decode_values(int rows, int cols, const Unit* weights, int stride, const CacheRun<T>& run, const T* next,
-                                             Accumulator<Unit>* out, int out_stride) {
+__attribute__((noinline)) void decode_values(int rows, int cols, const Unit* weights, int stride, const CacheRun<T>& run, const T* next, Accumulator<Unit>* out,
+                                             int out_stride) {
   // 32 rows of values stay in L1 while the rows of weights pass over them. 16 accumulators, or 8: the registers of the instruction set.
   constexpr int kN = kLanes<Unit>, kKeys = 32, kVectors = kVectorBytes == 64 ? 4 : 2;
   const int eights = kVectorBytes == 64 && sizeof(T) == 2 ? round_down(rows, 8) : 0;

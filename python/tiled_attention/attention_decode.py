@@ -178,7 +178,13 @@ def decode(
     if query.dim() != 4:
         raise ValueError(f"query must have shape (batch, num_heads, seqlen_q, head_dim), got {tuple(query.shape)}")
     _refuse_derivatives(
-        query=query, key_cache=key_cache, value_cache=value_cache, new_key=new_key, new_value=new_value, alibi_slopes=alibi_slopes, sinks=sinks
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        new_key=new_key,
+        new_value=new_value,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
     )
     if autocast_active():
         query, new_key, new_value = (cast_for_autocast(tensor) for tensor in (query, new_key, new_value))

@@ -180,7 +180,9 @@ class KVCache:
         self.seqlens.zero_()
 
     def __repr__(self) -> str:
-        shape = f"batch={self.seqlens.shape[0]}, num_heads_kv={self.keys.shape[1]}, capacity={self.capacity}, head_dim={self.keys.shape[-1]}"
+        shape = (
+            f"batch={self.seqlens.shape[0]}, num_heads_kv={self.keys.shape[1]}, capacity={self.capacity}, head_dim={self.keys.shape[-1]}"
+        )
         paged = "" if self.page_table is None else f", page_size={self.keys.shape[2]}"
         ring = "" if self.window is None else f", window={self.window}, num_sinks={self.num_sinks}"
         return f"KVCache({shape}, head_dim_v={self.values.shape[-1]}, dtype={self.keys.dtype}, device={self.keys.device}{paged}{ring})"

@@ -20,6 +20,7 @@ SMALL = (
     "tests/test_attention_isa.py::test_adversarial",
     "tests/test_linear_attention.py",
     "tests/test_attention_isa.py::test_small",
+    "tests/test_attention_decode.py tests/test_kv_cache.py --deselect tests/test_kv_cache.py::TestCompile",
     "tests/test_dropout.py",
     "tests/test_masks.py",
     "tests/test_library_errors.py tests/test_errors.py tests/test_linear_errors.py",
