@@ -43,7 +43,7 @@ help:
 	@echo 'make check-cuda               compile the CUDA kernels for every target and report on them, without a GPU'
 	@echo 'make gpu                      on a machine with a GPU: build, validate and time the CUDA kernels'
 	@echo 'make check | format           formatting, lint, types, layers, file sizes, symbols, the example'
-	@echo 'make bench [OP=attention]     the benchmark, of one operator (attention, linear, lsh) if named'
+	@echo 'make bench [OP=attention]     the benchmark, of one operator (attention, linear, decode, ...) if named'
 	@echo 'make dev                      editable build in $(ENV)'
 	@echo 'make dist                     sdist, a wheel built from it, and that wheel tried in a fresh environment'
 	@echo 'make clean                    remove builds and caches; remove .venv by hand'

@@ -267,6 +267,32 @@ void run_linear(DType dtype, const Sizes& s, int options, bool aligned) {
   }
 }
 
+// One row of a kv head, a few and many; caches short and long, in one piece and in pages.
+void run_decode(DType dtype, const Sizes& s, bool aligned) {
+  for (const bool paged : {false, true}) {
+    AttentionDecodeParams params;
+    params.attention = exact(dtype, s, 0, aligned);
+    CacheParams& cache = params.cache;
+    cache.slots = s.seqlen_kv;
+    cache.cache_seqlens = pointer();
+    cache.num_new = 1;
+    if (paged) {
+      cache.page_table = static_cast<const int32_t*>(pointer());
+      cache.page_size = 16, cache.table_pages = s.seqlen_kv / 16, cache.num_pages = s.batch * cache.table_pages;
+    }
+    cuda::attention_decode_scratch(params);
+    RUN(attention_decode, params, pointer(), nullptr);
+
+    CacheAppendParams append;
+    append.dtype = dtype;
+    append.batch = s.batch, append.num_heads_kv = s.num_heads_kv, append.head_dim = s.head_dim, append.head_dim_v = s.head_dim_v;
+    append.cache = cache;
+    append.key = params.attention.key, append.value = params.attention.value;
+    append.new_key = view(dtype, s.num_heads_kv, 1, s.head_dim, aligned), append.new_value = view(dtype, s.num_heads_kv, 1, s.head_dim_v, aligned);
+    RUN(cache_append, append, nullptr);
+  }
+}
+
 // What has no keys, and what no problem above reaches.
 void run_others() {
   DropoutParams dropout;
@@ -309,6 +335,7 @@ int main() {
               if (usual || (options & (options - 1)) == 0 || options == 255) run_exact(dtype, s, options, aligned);
             }
             for (int options = 0; options < 32; ++options) run_linear(dtype, s, options, aligned);
+            for (const int64_t heads : {2, 8, 16, 64}) run_decode(dtype, {2, heads, 2, 1, seqlen, head_dim, head_dim_v}, aligned);
           }
         }
       }
@@ -317,6 +344,7 @@ int main() {
   // The one-dimensional grid of (batch, head, tile) with more heads than the other two dimensions of a grid could count.
   run_exact(DType::kBFloat16, {70000, 1, 1, 130, 130, 64, 64}, 0, true);
   run_linear(DType::kBFloat16, {70000, 1, 1, 130, 130, 64, 64}, 0, true);
+  run_decode(DType::kBFloat16, {70000, 8, 1, 130, 130, 64, 64}, true);
   run_others();
   for (const auto& [name, threads, shared] : launches) std::printf("%s %lu %zu\n", name.c_str(), threads, shared);
   finished = true;

@@ -130,7 +130,7 @@ class KVCache:
         Raises:
             RuntimeError, ValueError or TypeError naming the argument.
         """
-        if self.window is not None:
+        if self.window is not None and self._mask is not None:
             room = self.capacity - self.num_sinks - self.window + 1
             if query.dim() == 4 and query.shape[-2] > room:
                 raise ValueError(

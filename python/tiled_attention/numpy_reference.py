@@ -67,8 +67,8 @@ def attention_decode(
 
     Args:
         query: (batch, num_heads, seqlen_q, head_dim).
-        key_cache, value_cache: (batch, num_heads_kv, capacity, ...); with page_table (batch, pages) it is (num_pages, num_heads_kv, page_size, ...)
-            and key j of item b is row j % page_size of page page_table[b, j // page_size].
+        key_cache, value_cache: (batch, num_heads_kv, capacity, ...). With page_table (batch, pages): (num_pages, num_heads_kv, page_size,
+            ...), and key j of item b is row j % page_size of page page_table[b, j // page_size].
         cache_seqlens: (batch,), how many keys there are.
 
     Returns:

@@ -10,6 +10,7 @@ from simt_build import PROJECT, SANITIZER, WRONG_RESULT, build, run
 
 pytestmark = pytest.mark.native
 KERNEL = PROJECT / "csrc/cuda/attention_fwd.cuh"
+DECODE = PROJECT / "csrc/cuda/attention_decode.cuh"
 MISSING_BARRIER, MISSING_WAIT, NO_SWIZZLE, MASK_OFF_BY_ONE, ONE_ROW_TOO_MANY = range(1, 6)
 
 
@@ -56,6 +57,13 @@ def test_packed_sequences_with_wrong_offsets(job: str, flags: tuple[str, ...]):
     assert done.returncode == 0 and done.stdout.count("right ") == 2, done.stdout[-5000:]
 
 
+@pytest.mark.parametrize("job", ["plain", "asan", pytest.param("tsan", marks=pytest.mark.slow)])
+def test_decode_of_any_lengths_and_pages(job: str):
+    done = run(build("simt_decode.cpp", job))
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert done.stdout.count("right ") == 9 and "wrong" not in done.stdout, done.stdout
+
+
 def test_one_row_too_many_asan():
     done = run_fault(ONE_ROW_TOO_MANY, "asan")
     assert done.returncode == SANITIZER and "heap-buffer-overflow" in done.stdout, done.stdout[-5000:]
@@ -80,11 +88,23 @@ def test_no_swizzle_shows_as_bank_conflicts():
     assert done.returncode == 0 and extra_wavefronts(done.stdout, "ldmatrix") > 0, done.stdout
 
 
-def main_loop() -> range:
-    """Its lines in KERNEL."""
-    lines = KERNEL.read_text().splitlines()
-    begin = lines.index("  while (tile >= 0) {")
+def main_loop(kernel: Path, first_line: str) -> range:
+    """Its lines."""
+    lines = kernel.read_text().splitlines()
+    begin = lines.index(first_line)
     return range(begin + 1, lines.index("  }", begin) + 2)
+
+
+def conflict_places(program: Path, output: str) -> list[tuple[Path, int]]:
+    """Files and lines of the accesses with bank conflicts, those of the callers of inlined functions too."""
+    places: list[tuple[Path, int]] = []
+    for offset in re.findall(r"\+(0x[0-9a-f]+)", output):
+        before = hex(int(offset, 16) - 1)  # the access returns to what comes after it
+        frames = subprocess.run(["addr2line", "-ie", program, before], capture_output=True, text=True, check=True).stdout
+        found = re.findall(r"^(.*):(\d+)", frames, re.MULTILINE)
+        assert found, frames
+        places += [(Path(file), int(line)) for file, line in found]
+    return places
 
 
 @pytest.mark.slow
@@ -94,12 +114,18 @@ def test_conflicts_of_every_access():
     done = run(program, "few")
     assert done.returncode == 0, done.stdout
     assert extra_wavefronts(done.stdout, "ldmatrix") == 0
-    offsets = [hex(int(offset, 16) - 1) for offset in re.findall(r"\+(0x[0-9a-f]+)", done.stdout)]  # before where the access returns to
-    assert bool(offsets) == (extra_wavefronts(done.stdout, "traced accesses") > 0), done.stdout
-    for offset in offsets:
-        frames = subprocess.run(["addr2line", "-ie", program, offset], capture_output=True, text=True, check=True).stdout
-        places = re.findall(r"^(.*):(\d+)", frames, re.MULTILINE)
-        assert places and all(Path(file) == KERNEL and int(line) not in main_loop() for file, line in places), frames
+    places = conflict_places(program, done.stdout)
+    assert bool(places) == (extra_wavefronts(done.stdout, "traced accesses") > 0), done.stdout
+    assert all(file == KERNEL and line not in main_loop(KERNEL, "  while (tile >= 0) {") for file, line in places), places
+
+
+@pytest.mark.slow
+def test_conflicts_of_decode():
+    program = build("simt_decode.cpp", "trace")
+    done = run(program)
+    assert done.returncode == 0, done.stdout
+    loop = main_loop(DECODE, "  for (int block = begin; block < end; block++) {")
+    assert all(file != DECODE or line not in loop for file, line in conflict_places(program, done.stdout)), done.stdout
 
 
 def can_fuzz() -> bool:
