@@ -15,7 +15,15 @@ ops = torch.ops.tiled_attention
 
 def inputs(per_head: bool = False, dtype: torch.dtype = F64, grad: bool = True) -> list[Tensor]:
     """query (2, 4, 5, 3), key and value of 2 heads and 6 keys, score_weight."""
-    shapes = ((2, 4, 5, 3), (2, 2, 6, 3), (2, 2, 6, 4))
+    return _leaves(((2, 4, 5, 3), (2, 2, 6, 3), (2, 2, 6, 4)), per_head, dtype, grad)
+
+
+def few(per_head: bool = False) -> list[Tensor]:
+    """The same for numerical derivatives: query (2, 4, 2, 3), one value head_dim less and 3 keys."""
+    return _leaves(((2, 4, 2, 3), (2, 2, 3, 3), (2, 2, 3, 2)), per_head, F64, True)
+
+
+def _leaves(shapes: tuple, per_head: bool, dtype: torch.dtype, grad: bool) -> list[Tensor]:
     weight = torch.randn((4, 3) if per_head else (3,), dtype=torch.float32 if dtype != F64 else F64)
     return [t.requires_grad_(grad) for t in (*(torch.randn(shape).to(dtype) for shape in shapes), weight)]
 
@@ -23,8 +31,8 @@ def inputs(per_head: bool = False, dtype: torch.dtype = F64, grad: bool = True) 
 OPTIONS = (
     {},
     {"mask": ta.Causal()},
-    {"mask": torch.rand(2, 1, 5, 6, generator=torch.Generator().manual_seed(1)) > 0.4},
-    {"mask": ta.KeyLengths(torch.tensor([4, 0]))},
+    {"mask": torch.tensor([[True, False, True], [False, False, True]])},
+    {"mask": ta.KeyLengths(torch.tensor([2, 0]))},
     {"dropout_p": 0.4},
 )
 
@@ -34,7 +42,7 @@ def seeded(options: dict, name: str = "additive_attention"):
 
     def run(*tensors: Tensor):
         torch.manual_seed(5)
-        more = {"return_lse": True} if name == "additive_attention" else {"rows": torch.tensor([4, 1])}
+        more = {"return_lse": True} if name == "additive_attention" else {"rows": torch.tensor([1, 0, 1])}
         results = getattr(ta, name)(*tensors, **options, **more)
         if isinstance(results, Tensor):
             return results
@@ -44,25 +52,25 @@ def seeded(options: dict, name: str = "additive_attention"):
     return run
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("per_head", (False, True))
-def test_gradcheck(options: dict, per_head: bool):
-    tensors = inputs(per_head)
+@pytest.mark.parametrize("case", list(enumerate(OPTIONS)), ids=str)
+def test_gradcheck(case: tuple[int, dict]):
+    number, options = case
+    tensors = few(per_head=number % 2 == 0)
     torch.autograd.gradcheck(seeded(options), tensors, check_forward_ad=True)
     torch.autograd.gradgradcheck(seeded(options), tensors, check_fwd_over_rev=True)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradcheck_of_weights(options: dict):
-    query, key, _, weight = inputs(True)
+    query, key, _, weight = few(True)
     run = seeded(options, "additive_attention_weights")
     torch.autograd.gradcheck(run, (query, key, weight), check_forward_ad=True)
     torch.autograd.gradgradcheck(run, (query, key, weight))
 
 
 def test_second_derivatives_in_blocks(monkeypatch):
-    monkeypatch.setattr(ta.blocks, "BLOCK_ELEMENTS", 40)
-    torch.autograd.gradgradcheck(seeded({"mask": ta.Causal(), "dropout_p": 0.3}), inputs(True))
+    monkeypatch.setattr(ta.blocks, "BLOCK_ELEMENTS", 20)
+    torch.autograd.gradgradcheck(seeded({"mask": ta.Causal(), "dropout_p": 0.3}), few(True))
 
 
 def test_gradients_with_nan_in_hidden_slots_of_any_order():
@@ -110,7 +118,6 @@ def test_compile(backend: str):
     tensors = inputs(True, torch.float32)
 
     def run(*t: Tensor) -> tuple[Tensor, ...]:
-        torch.manual_seed(2)
         return *ta.additive_attention(*t, mask=ta.Causal(), return_lse=True), ta.additive_attention_weights(t[0], t[1], t[3], mask=ta.Causal())
 
     compiled = torch.compile(run, fullgraph=True, backend=backend)
