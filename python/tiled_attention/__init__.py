@@ -1,6 +1,6 @@
 """Attention operators for PyTorch with exact gradients: `import tiled_attention as ta`."""
 
-from . import numpy_reference, reference
+from . import numpy_reference, plot, reference
 from .attention import attention, dropout_mask, merge_attention
 from .convert import convert
 from .favor import FavorFeatures
@@ -40,6 +40,7 @@ __all__ = [
     "merge_attention",
     "numpy_reference",
     "override_sdpa",
+    "plot",
     "reference",
     "scaled_dot_product_attention",
 ]

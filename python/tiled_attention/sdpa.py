@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from .arguments import NO_INTERVALS
-from .arguments import NO_TENSORS
+from .arguments import NO_INTERVALS, NO_TENSORS
 from .call import below_autograd, cast_for_autocast, check_dropout_p, default_scale, forward, prepare, run_forward, runs_plain
 from .masks import And, Causal, Mask
 
