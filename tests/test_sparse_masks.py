@@ -276,8 +276,11 @@ def test_residue_classes_are_the_dense_mask(lengths: tuple[int, int], options: d
             if name == "weights":
                 continue
             a, b = ours[name].nan_to_num(neginf=0.0), want[name].nan_to_num(neginf=0.0)
-            eps = 16 * torch.finfo(a.dtype).eps * (64 if "scale" in options else 1)
-            assert (a - b).abs().max().item() <= eps * (b.abs().max().item() + 1), (mask, name)
+            # Gradients are as exact as dtype, whatever they are stored in.
+            eps = 16 * torch.finfo(a.dtype if name == "lse" else dtype).eps * (64 if "scale" in options else 1)
+            # Where bf16 weights are summed after rounding, each of the two lse is within 2 ** -9.
+            limit = eps * (b.abs().max().item() + 1) + (2 * 2.0**-9 if dtype == torch.bfloat16 and name == "lse" else 0.0)
+            assert (a - b).abs().max().item() <= limit, (mask, name)
 
 
 def test_residue_classes_hide_what_they_do_not_see():
