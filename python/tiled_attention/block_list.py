@@ -19,7 +19,6 @@ _GRID = 1 << 22  # tiles whose bounds are looked at together
 _TILES = 256  # tiles whose pairs are looked at together
 _KEPT = 8  # lists kept per mask
 _FULL = -1
-_READ_HERE = str(ops._isa()) != "emulated"  # the kernels of csrc/cuda read no lists
 
 
 class Blocks(NamedTuple):
@@ -32,9 +31,11 @@ class Blocks(NamedTuple):
 
 def serves(operands: Sequence[Mask], seqlen_q: int, seqlen_kv: int, query_offset: int | Tensor | None, device: torch.device | None) -> bool:
     """Whether these masks become a list: values can be read, the kernels take it, and there is more than a tile."""
-    if seqlen_q * seqlen_kv <= TILE * TILE or device is None or device.type != "cpu" or not _READ_HERE:
+    if seqlen_q * seqlen_kv <= TILE * TILE or device is None or device.type != "cpu":
         return False
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if str(ops._isa()) == "emulated":  # the kernels of csrc/cuda read no lists
         return False
     tensors = [leaf for operand in operands for leaf in tree_leaves(operand) if isinstance(leaf, Tensor)]
     if isinstance(query_offset, Tensor):
