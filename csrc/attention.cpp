@@ -8,8 +8,7 @@ namespace {
 
 // What every operator of this file takes. Absent tensors stay default-constructed.
 struct AttentionArguments {
-  Tensor query, key, value, mask, bias, alibi_slopes, sinks, key_lengths, documents, query_offset, dropout_seed, block_rows, block_tiles,
-      block_bits;
+  Tensor query, key, value, mask, bias, alibi_slopes, sinks, key_lengths, documents, query_offset, dropout_seed, block_rows, block_tiles, block_bits;
   double scale = 1, softcap = 0, dropout_p = 0;
   IntList intervals, dropout_offsets;
 };
@@ -35,10 +34,6 @@ AttentionArguments take_attention_arguments(Arguments* stack) {
           stack->scalar<double>(),
           stack->ints(),
           stack->ints()};
-}
-
-void check_takes_lists() {
-  if (!Backend::kTakesLists) fail("block_rows must be None on this device, where block lists are not read: pass what they show as mask");
 }
 
 // The shape of the scores: (..., num_heads, seqlen_q, seqlen_kv).
@@ -77,8 +72,10 @@ ScoreShape check_attention(AttentionArguments* args, AttentionParams* params, Ba
     check_broadcastable(args->mask, scores.sizes, scores.rank);
     batch_dims->add(args->mask, DType::kFloat32, &params->bool_mask);
   }
-  if (args->block_rows) check_takes_lists();
   check_blocks(&args->block_rows, &args->block_tiles, &args->block_bits, scores.sizes, scores.rank, params, batch_dims);
+  if (args->block_rows && !Backend::kTakesLists) {
+    fail("block_rows must be None on this device, whose kernels read no block lists: pass what they show as mask");
+  }
   if (args->bias) {
     read(&args->bias);
     if (args->bias.dtype != real && !is_16_bit(args->bias.dtype)) {
@@ -316,7 +313,7 @@ void blocks_dense(StableIValue* stack, uint64_t, uint64_t) {
   Tensor block_tiles = arguments.tensor("block_tiles");
   Tensor block_bits = arguments.tensor("block_bits");
   Tensor rows = arguments.tensor("rows");
-  check_takes_lists();
+  if (!device::kReadsValues) fail("_blocks_dense reads lists on the CPU");
   const int64_t seqlen_q = arguments.scalar<int64_t>(), seqlen_kv = arguments.scalar<int64_t>();
 
   check_length("seqlen_q", seqlen_q);

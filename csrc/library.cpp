@@ -63,9 +63,9 @@ bool in_forked_child() { return forked.load(std::memory_order_relaxed); }
 }  // namespace tiled_attention
 
 // How a row's score is made: dtypes and shapes as in docs/semantics.md.
-#define MASKS_AND_SCORES(SINKS)                                                                                   \
-  "Tensor? mask, Tensor? bias, Tensor? alibi_slopes, " SINKS "Tensor? key_lengths, Tensor? documents, "           \
-  "Tensor? query_offset, Tensor? dropout_seed, Tensor? block_rows, Tensor? block_tiles, Tensor? block_bits, "     \
+#define MASKS_AND_SCORES(SINKS)                                                                               \
+  "Tensor? mask, Tensor? bias, Tensor? alibi_slopes, " SINKS "Tensor? key_lengths, Tensor? documents, "       \
+  "Tensor? query_offset, Tensor? dropout_seed, Tensor? block_rows, Tensor? block_tiles, Tensor? block_bits, " \
   "float scale, float softcap, float dropout_p, SymInt[] intervals, SymInt[] dropout_offsets"
 #define ATTENTION_ARGUMENTS "Tensor query, Tensor key, Tensor value, " MASKS_AND_SCORES("Tensor? sinks, ")
 #define ADDITIVE_MASKS                                                                                                      \

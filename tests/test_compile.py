@@ -257,7 +257,7 @@ def test_fake_strides(layout, dim_v, dtype):
     query, key = (lay_out(torch.randn(2, 4, 5, 8).to(dtype), layout) for _ in range(2))
     value = lay_out(torch.randn(2, 4, 5, dim_v).to(dtype), layout)
     bias = lay_out(torch.randn(2, 4, 5, 5), layout)
-    arguments = (None, bias, *(None,) * 6, 0.3, 0.0, 0.0, [], [])
+    arguments = (None, bias, *(None,) * 9, 0.3, 0.0, 0.0, [], [])
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def operators(query, key, value, arguments):
@@ -404,10 +404,17 @@ def test_second_derivatives_of_compiled_code_are_an_error(backend):
 # Operators
 
 
+BLOCKS = (
+    torch.tensor([[[0, 1]], [[1, 2]], [[0, 1]], [[2, 2]]], dtype=torch.int32),
+    torch.tensor([[0, -1], [0, 0]], dtype=torch.int32),
+    torch.arange(1 << 40, (1 << 40) + 64)[None],
+)
+
+
 def op_arguments(dtype=torch.float32, everything=True):
     query, key, value = inputs(n=5, dtype=dtype, grad=False)
     if not everything:
-        return [query, key, value, *(None,) * 8, 0.3, 0.0, 0.0, [], []]
+        return [query, key, value, *(None,) * 11, 0.3, 0.0, 0.0, [], []]
     return [
         query,
         key,
@@ -420,6 +427,7 @@ def op_arguments(dtype=torch.float32, everything=True):
         torch.tensor([0, 2, 5]),
         torch.tensor([0, 1]),
         torch.tensor(7),
+        *([None] * 3 if torch.ops.tiled_attention._isa() == "emulated" else BLOCKS),
         0.3,
         2.0,
         0.25,
@@ -441,11 +449,14 @@ def test_opcheck(dtype, everything):
     out, lse, residual = ops.attention_fwd(*arguments, True)
     wanted = 63 if everything else 7
     torch.library.opcheck(ops.attention_bwd.default, (torch.ones_like(out), lse * 0, *arguments, out, lse, residual, wanted))
-    without_value = [arguments[at] for at in (0, 1, 3, 4, 5, *range(7, 16))]
+    without_value = [arguments[at] for at in (0, 1, 3, 4, 5, *range(7, 19))]
     for rows in (None, torch.tensor([4, 0, 0])):
         torch.library.opcheck(ops.attention_weights.default, (*without_value, lse, rows, everything))
     torch.library.opcheck(ops.dropout_mask.default, (torch.tensor(3), 0.3, 2, 4, 5, 6, [0, 0, 1, 0]))
     torch.library.opcheck(ops._mask_dense.default, ([], torch.tensor([5, 3]), None, None, 2, 5, 6))
+    if everything:
+        rows = torch.tensor([4, 0, 0])
+        torch.library.opcheck(ops._blocks_dense.default, (*BLOCKS, rows, 5, 6))
     torch.library.opcheck(ops.draw_seed.default, (*arguments[:3],), test_utils=("test_schema", "test_faketensor"))
 
 

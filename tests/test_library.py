@@ -18,6 +18,7 @@ from tiled_attention.library import ops
 UNBOUNDED = 1 << 40
 CAUSAL = [UNBOUNDED, UNBOUNDED, UNBOUNDED, UNBOUNDED, 0, -1, 0, UNBOUNDED, 0, 0]
 SCORE_ARGUMENTS = ("mask", "bias", "alibi_slopes", "sinks", "key_lengths", "documents", "query_offset", "dropout_seed")
+SCORE_ARGUMENTS += ("block_rows", "block_tiles", "block_bits")
 
 
 def attention_arguments(query: Tensor, key: Tensor, value: Tensor, **options: object) -> list[object]:
@@ -71,7 +72,7 @@ class TestInstructionSets:
     def test_wrong_environment_variable_is_an_error_of_every_call(self) -> None:
         code = """
             x = torch.ones(1, 1, 8)
-            call = lambda: ops.attention_fwd(x, x, x, *[None] * 8, 1.0, 0.0, 0.0, [], [], False)
+            call = lambda: ops.attention_fwd(x, x, x, *[None] * 11, 1.0, 0.0, 0.0, [], [], False)
             for attempt in (call, call, ops._isa):
                 try:
                     attempt()
@@ -270,7 +271,7 @@ class TestProcessesAndThreads:
         code = """
             torch.set_num_threads(4)
             x = torch.randn(4, 2, 33, 16)
-            call = lambda: ops.attention_fwd(x, x, x, *[None] * 8, 1.0, 0.0, 0.0, [], [], False)[0]
+            call = lambda: ops.attention_fwd(x, x, x, *[None] * 11, 1.0, 0.0, 0.0, [], [], False)[0]
             big = torch.randn(1 << 20)
             big.exp()  # torch's threads are there before the fork
             out = call()

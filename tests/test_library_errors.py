@@ -23,6 +23,14 @@ def shrunk(*sizes: int, nbytes: int = 0) -> Tensor:
     return tensor
 
 
+ROWS, TILES, BITS = torch.tensor([[0, 1]]).int(), torch.tensor([[0, 0]]).int(), torch.ones(1, 64, dtype=torch.int64)
+
+
+def blocks(**change: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A block list of one partial tile, but for `change`."""
+    return {"block_rows": ROWS, "block_tiles": TILES, "block_bits": BITS} | change
+
+
 FORWARD_ERRORS = {
     "query_none": ({"query": None}, r"query must be a tensor, got None"),
     "query_rank": ({"query": torch.randn(5, 8)}, r"query must have shape \(\.\.\., num_heads, seqlen_q, head_dim\), got \(5, 8\)"),
@@ -78,6 +86,17 @@ FORWARD_ERRORS = {
         {"query_offset": torch.tensor([0, INT64_MAX])},
         r"query_offset must be within 2\^40 of 0, got 9223372036854775807 at 1",
     ),
+    "blocks_some": ({"block_rows": ROWS, "block_tiles": TILES}, r"block_rows, block_tiles and block_bits must be given together"),
+    "blocks_dtype": (blocks(block_rows=ROWS.long()), r"block_rows must be int32, got int64"),
+    "blocks_bits_dtype": (blocks(block_bits=BITS.int()), r"block_bits must be int64, got int32"),
+    "blocks_shape": (blocks(block_rows=ROWS.expand(3, 1, 2)), r"block_rows of shape \(3, 1, 2\) does not broadcast to \(2, 4, 1, 2\)"),
+    "blocks_rows": (blocks(block_rows=torch.zeros(2, 2, dtype=torch.int32)), r"block_rows of shape \(2, 2\) does not broadcast"),
+    "blocks_tiles": (blocks(block_tiles=TILES[:, :1]), r"block_tiles must have shape \(1, 2\), got \(1, 1\)"),
+    "blocks_words": (blocks(block_bits=BITS[:, :7]), r"block_bits must have shape \(1, 64\), got \(1, 7\)"),
+    "blocks_range": (blocks(block_rows=torch.tensor([[0, 2]]).int()), r"block_rows must hold ranges in \[0, 1\], got \[0, 2\) at 0"),
+    "blocks_backwards": (blocks(block_rows=torch.tensor([[1, 0]]).int()), r"block_rows must hold ranges in \[0, 1\], got \[1, 0\) at 0"),
+    "blocks_key_tile": (blocks(block_tiles=torch.tensor([[1, 0]]).int()), r"tiles of keys in \[0, 1\) .* below 1, got 1 and 0 at 0"),
+    "blocks_place": (blocks(block_tiles=torch.tensor([[0, 1]]).int()), r"tiles of keys in \[0, 1\) .* below 1, got 0 and 1 at 0"),
     "seed_missing": ({"dropout_p": 0.5}, r"dropout_seed must be given when dropout_p > 0, got None"),
     "seed_shape": ({"dropout_seed": torch.tensor([1])}, r"dropout_seed must have shape \(\), got \(1,\)"),
     "seed_dtype": ({"dropout_seed": torch.tensor(1.0)}, r"dropout_seed must be int64, got float32"),
@@ -187,7 +206,7 @@ def test_weights(change: dict[str, object], message: str) -> None:
     query, key, _ = inputs(2)
     names = {"lse": torch.zeros(2, 4, 5), "rows": None} | change
     with pytest.raises(RuntimeError, match=message):
-        ops.attention_weights(query, key, *[None] * 7, 0.5, 0.0, 0.0, [], [], names["lse"], names["rows"], False)
+        ops.attention_weights(query, key, *[None] * 10, 0.5, 0.0, 0.0, [], [], names["lse"], names["rows"], False)
 
 
 def test_dropout_mask_and_mask_dense() -> None:

@@ -469,8 +469,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   }
 
   // Pairs where they are still rows, and zeros around the columns that were computed: the blocks of keys may read there.
-  void finish_rows(int i0, int rows, int left, int cols, Interval zeros, [[maybe_unused]] bool in_pairs, [[maybe_unused]] Real* scores, [[maybe_unused]] Real* grads,
-                   const Buffers& buf) const {
+  void finish_rows(int i0, int rows, int left, int cols, Interval zeros, [[maybe_unused]] bool in_pairs, [[maybe_unused]] Real* scores,
+                   [[maybe_unused]] Real* grads, const Buffers& buf) const {
     for (int i = 0; i < rows; i += kSize) {
 #if defined(__AVX512BF16__)
       if constexpr (kSize == 2)

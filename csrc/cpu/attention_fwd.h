@@ -391,8 +391,7 @@ struct Forward {
       const Unit* probs = buf.probs + (cols + first - begin) / kUnitSize<Unit>;
       const Unit* value = keys.value + tile * keys.value_tile + (first - kv_begin) / kUnitSize<Unit> * kPanel<Unit>;
       const int count = units<Unit>(end - first);
-      if (r == 0)
-        gemm<Left::RowMajor, Store::Overwrite>(rows, head_dim_v, count, probs, stride, value, keys.value_panel, buf.tile_out, state.out_stride);
+      if (r == 0) gemm<Left::RowMajor, Store::Overwrite>(rows, head_dim_v, count, probs, stride, value, keys.value_panel, buf.tile_out, state.out_stride);
       else gemm<Left::RowMajor, Store::Continue>(rows, head_dim_v, count, probs, stride, value, keys.value_panel, buf.tile_out, state.out_stride);
       if (keys.state[tile] == Packed::kNonfinite)
         add_nonfinite(mods, tile_rows, rows, first, end, probs, stride, matrix<const T>(p, p.value, batch, head_kv), head_dim_v, buf.tile_out,

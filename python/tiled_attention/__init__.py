@@ -1,6 +1,6 @@
 """Attention operators for PyTorch with exact gradients: `import tiled_attention as ta`."""
 
-from . import numpy_reference, reference
+from . import numpy_reference, plot, reference
 from .additive_attention import additive_attention, additive_attention_weights
 from .additive_module import AdditiveAttention
 from .attention import attention, dropout_mask, merge_attention
@@ -71,6 +71,7 @@ __all__ = [
     "numpy_reference",
     "override_sdpa",
     "parameter_count",
+    "plot",
     "reference",
     "scaled_dot_product_attention",
 ]

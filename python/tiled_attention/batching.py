@@ -77,8 +77,8 @@ def loop(call: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequ
     return stacked, (0,) * len(stacked)
 
 
-# Positions in (query, key, value, mask, bias, alibi_slopes, sinks, key_lengths, documents, query_offset, dropout_seed, block_rows, block_tiles,
-# block_bits, scale, softcap, dropout_p, ...).
+# Positions in (query, key, value, mask, bias, alibi_slopes, sinks, key_lengths, documents, query_offset, dropout_seed, block_rows,
+# block_tiles, block_bits, scale, softcap, dropout_p, ...).
 FORWARD = Batching(leading={0, 1, 2}, broadcast={3, 4, 11}, vectors={7, 9}, shared={5, 6, 8, 10, 12, 13}, dropout_p=16)
 # The same after (grad_out, grad_lse), and out, lse, residual at 21 to 23.
 BACKWARD = Batching(leading={0, 1, 2, 3, 4, 21, 22}, broadcast={5, 6, 13}, vectors={9, 11}, shared={7, 8, 10, 12, 14, 15}, dropout_p=18)

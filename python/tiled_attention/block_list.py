@@ -31,19 +31,17 @@ class Blocks(NamedTuple):
 
 def serves(operands: Sequence[Mask], seqlen_q: int, seqlen_kv: int, query_offset: int | Tensor | None, device: torch.device | None) -> bool:
     """Whether these masks become a list: values can be read, the kernels take it, and there is more than a tile."""
-    if seqlen_q * seqlen_kv <= TILE * TILE or device is None or device.type != "cpu" or not _kernels_take_lists():
+    if seqlen_q * seqlen_kv <= TILE * TILE or device is None or device.type != "cpu":
         return False
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if str(ops._isa()) == "emulated":  # the kernels of csrc/cuda read no lists
         return False
     tensors = [leaf for operand in operands for leaf in tree_leaves(operand) if isinstance(leaf, Tensor)]
     if isinstance(query_offset, Tensor):
         tensors.append(query_offset)
     probe = torch.empty(0)  # fake inside a fake mode
     return is_readable(probe) and all(is_readable(tensor) for tensor in tensors)
-
-
-def _kernels_take_lists() -> bool:
-    return str(ops._isa()) != "emulated"
 
 
 def of(
@@ -181,19 +179,28 @@ def _pack(visible: Tensor) -> Tensor:
     return octets.contiguous().view(torch.int64).view(-1, TILE)
 
 
+def shares(mask: Mask, seqlen_q: int, seqlen_kv: int, query_offset: int | Tensor | None) -> Tensor:
+    """float64 (..., ceil(seqlen_q / TILE), ceil(seqlen_kv / TILE)): how much of each tile is visible."""
+    device = device_of(mask)
+    if device is None and isinstance(query_offset, Tensor):
+        device = query_offset.device
+    strips = []
+    for at, rows, lead_shape in _strips([mask], seqlen_q, seqlen_kv, query_offset, device):
+        some, every = (part.expand(*lead_shape, rows.numel(), at.keys[0].shape[0]) for part in bounds_of(mask, at))
+        share = (some & every).to(torch.float64)
+        for where, visible, valid in _partial_tiles([mask], some & ~every, rows, seqlen_q, seqlen_kv, query_offset, lead_shape):
+            share[tuple(where.unbind(1))] = visible.sum((1, 2)) / valid.sum((1, 2)).to(torch.float64)
+        strips.append(share)
+    return torch.cat(strips, -2)
+
+
 def density(mask: Mask, seqlen_q: int, seqlen_kv: int, query_offset: int | Tensor | None) -> float:
     """`Mask.density`."""
     if seqlen_q == 0 or seqlen_kv == 0:
         return 0.0
-    device = device_of(mask)
-    if device is None and isinstance(query_offset, Tensor):
-        device = query_offset.device
-    total, items = 0, 1
-    for at, rows, lead_shape in _strips([mask], seqlen_q, seqlen_kv, query_offset, device):
-        some, every = (part.expand(*lead_shape, rows.numel(), at.keys[0].shape[0]) for part in bounds_of(mask, at))
-        area = (at.rows[1] - at.rows[0] + 1) * (at.keys[1] - at.keys[0] + 1)
-        total += int(((some & every) * area).sum())
-        for _, visible, _ in _partial_tiles([mask], some & ~every, rows, seqlen_q, seqlen_kv, query_offset, lead_shape):
-            total += int(visible.sum())
-        items = torch.Size(lead_shape).numel()
-    return total / (seqlen_q * seqlen_kv * items) if items else 0.0
+    share = shares(mask, seqlen_q, seqlen_kv, query_offset)
+    sizes = [torch.full((-(-n // TILE),), float(TILE), dtype=torch.float64, device=share.device) for n in (seqlen_q, seqlen_kv)]
+    for size, n in zip(sizes, (seqlen_q, seqlen_kv), strict=True):
+        size[-1] -= -n % TILE
+    area = sizes[0][:, None] * sizes[1]
+    return float((share * area).sum() / (seqlen_q * seqlen_kv * max(1, share[..., 0, 0].numel())))

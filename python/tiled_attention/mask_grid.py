@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .mask_checks import check_integers, number
@@ -35,14 +36,12 @@ class Grid(NamedTuple):
         """The elements (rows, columns) of a (..., any, any) tensor; both shaped as rows and keys are."""
         if self.lead is not None:
             return self._at_tiles(tensor, (rows, columns))
-        if rows.dim() > 2:  # rows that differ between batch items
-            return torch.take_along_dim(tensor, rows, -2).index_select(-1, columns)
         return tensor.index_select(-2, rows[:, 0]).index_select(-1, columns)
 
     def _at_tiles(self, tensor: Tensor, tail: tuple[Tensor, ...] = ()) -> Tensor:
         assert self.lead is not None
         shape = self.lead_shape + tuple(tensor.shape[tensor.dim() - len(tail) :])
-        return tensor.expand(shape)[(*self.lead, *tail)]
+        return tensor.expand(shape)[self.lead + tail]
 
 
 @dataclass
@@ -62,20 +61,14 @@ class Bounds:
         return ~self.nowhere()
 
 
-def counts_in(marks: Tensor, dim: int) -> Tensor:
-    """Sums before each index along `dim`, one longer than `marks`: the sum over [a, b] is result[b + 1] - result[a]."""
-    zeros = torch.zeros_like(marks.narrow(dim, 0, 1), dtype=torch.int32) if marks.shape[dim] else None
-    sums = marks.cumsum(dim, dtype=torch.int32)
-    if zeros is None:
-        shape = list(marks.shape)
-        shape[dim] = 1
-        zeros = torch.zeros(shape, dtype=torch.int32, device=marks.device)
-    return torch.cat([zeros, sums], dim)
+def _sums_before(marks: Tensor, dim: int) -> Tensor:
+    """Sums before each index along `dim` (negative), one longer than `marks`."""
+    return F.pad(marks.cumsum(dim, dtype=torch.int32), (0, 0) * (-1 - dim) + (1, 0))
 
 
 def marks_in_bounds(marks: Tensor, rows: tuple[Tensor, Tensor], columns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """(some, all) of bool (..., any, any) over the rectangles [rows[0], rows[1]] x [columns[0], columns[1]], (tiles_q,) and (tiles_kv,)."""
-    sums = counts_in(counts_in(marks, -2), -1)
+    sums = _sums_before(_sums_before(marks, -2), -1)
     (top, bottom), (left, right) = rows, columns
 
     def corner(row: Tensor, column: Tensor) -> Tensor:

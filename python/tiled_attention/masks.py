@@ -57,9 +57,10 @@ class Mask:
         return at.everywhere, at.nowhere()
 
     def density(self, seqlen_q: int, seqlen_kv: int, *, query_offset: int | Tensor | None = None) -> float:
-        """The share of the pairs that are visible, 0 without pairs. Memory does not grow with seqlen_q x seqlen_kv, but with the tiles of 64 x 64.
+        """The share of the pairs that are visible, 0 without pairs; the mean where batch items or heads differ. Never a dense matrix.
 
-        Args as of `dense`. Where batch items or heads differ: their mean.
+        Args:
+            seqlen_q, seqlen_kv, query_offset: as of `dense`.
         """
         from .block_list import density
 

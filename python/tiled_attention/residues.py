@@ -154,16 +154,16 @@ def _composite(args: Arguments, pattern: Pattern) -> tuple[Tensor, Tensor]:
     from .attention import merge_attention
     from .call import forward
 
-    total: Any = None
+    total: tuple[Tensor, Tensor] | None = None
     seqlen_q = args.query.shape[-2]
     for piece in _pieces(pattern):
         part, front = _arguments(args, piece, total is None)
         out, lse = forward(part)
         if piece.step > 1:
             out, lse = _join(out, front, seqlen_q), _join(lse[..., None], front, seqlen_q)[..., 0]
-        total = (out, lse) if total is None else merge_attention(*total, out, lse)
-    out, lse = total
-    return out, lse
+        total = (out, lse) if total is None else merge_attention(total[0], total[1], out, lse)
+    assert total is not None
+    return total
 
 
 def _merged(args: Arguments, pattern: Pattern, with_residual: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,7 +171,9 @@ def _merged(args: Arguments, pattern: Pattern, with_residual: bool) -> tuple[Ten
     real, seqlen_q, dtype = real_dtype(args.query.dtype), args.query.shape[-2], args.query.dtype
     pieces = _pieces(pattern)
     rounds = dtype != real and len(pieces) > 1
-    outs, lses, residual = [], [], args.query.new_empty(0)
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    residual = args.query.new_empty(0)
     with _below_autograd():
         for piece in pieces:
             part, front = _arguments(args, piece, not outs)

@@ -37,8 +37,8 @@ class Strided(Mask):
 
 @dataclass(frozen=True)
 class Dilated(Mask):
-    """|p - j| <= window * dilation and (p - j) % dilation == 0: a window of 2 * window + 1 keys with gaps (Longformer, Beltagy et al., 2020,
-    section 3.1)."""
+    """|p - j| <= window * dilation and (p - j) % dilation == 0: a window of 2 * window + 1 keys with gaps (Longformer, Beltagy et al.,
+    2020, section 3.1)."""
 
     window: int
     dilation: int
@@ -126,9 +126,9 @@ class RandomBlocks(Mask):
     """Each block of queries sees `num_blocks` blocks of keys, drawn without replacement, the same for all heads and batch items (BigBird,
     Zaheer et al., 2020, section 2).
 
-    Query block a = p // block_size (none for p < 0) and key block b = j // block_size draw word b % 4 of Philox4x32-10 with the two halves of
-    `seed` as its key and the counter (b // 4, a, 0, 0). Of the ceil(seqlen_kv / block_size) key blocks, a sees the `num_blocks` with the
-    smallest words, the first ones where words are equal. The same on every device.
+    Query block a = p // block_size (none for p < 0) and key block b = j // block_size draw word b % 4 of Philox4x32-10 with the two halves
+    of `seed` as its key and the counter (b // 4, a, 0, 0). Of the ceil(seqlen_kv / block_size) key blocks, a sees the `num_blocks` with
+    the smallest words, the first ones where words are equal. The same on every device.
 
     Args:
         num_blocks: key blocks that a query block sees, all where there are no more.
@@ -192,8 +192,8 @@ class BlockSparse(Mask):
     """block_mask[..., i // block_size, j // block_size]: blocks of queries (by index i, not position) and keys, given one by one.
 
     Args:
-        block_mask: bool (..., ceil(seqlen_q / block_size), ceil(seqlen_kv / block_size)), True = attend; the leading dimensions broadcast to
-            (batch..., num_heads): a layout per head is (num_heads, ., .). Compared by identity.
+        block_mask: bool (..., ceil(seqlen_q / block_size), ceil(seqlen_kv / block_size)), True = attend; the leading dimensions broadcast
+            to (batch..., num_heads): a layout per head is (num_heads, ., .). Compared by identity.
         block_size: queries and keys of a block, any size; lengths need be no multiple of it.
     """
 
@@ -225,9 +225,6 @@ class BlockSparse(Mask):
     def _visible(self, grid: Grid) -> Tensor:
         self._check(grid.lengths, grid.keys.device)
         seqlen_q, seqlen_kv = grid.lengths
-        if grid.lead is None:
-            rows, columns = grid.rows[:, 0] // self.block_size, grid.keys // self.block_size
-            return self.block_mask.index_select(-2, rows).index_select(-1, columns)
         rows, columns = grid.rows.clamp(max=seqlen_q - 1), grid.keys.clamp(max=seqlen_kv - 1)
         return grid.per_pair(self.block_mask, rows // self.block_size, columns // self.block_size)
 

@@ -1,0 +1,410 @@
+"""Strided, dilated, global, random and block-sparse masks: their definitions, block lists and residue classes against the dense matrix."""
+
+import math
+import random
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from matplotlib import pyplot
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+import tiled_attention as ta
+from oracle import philox
+from tiled_attention import block_list, lowering, residues
+from tiled_attention.testing import Case
+
+ops = torch.ops.tiled_attention
+CPU = torch.device("cpu")
+
+
+@lru_cache
+def random_blocks(mask: ta.RandomBlocks, seqlen_kv: int, query_block: int) -> set[int]:
+    """The key blocks that a query block sees: those of the smallest words."""
+    if query_block < 0:
+        return set()
+    count = math.ceil(seqlen_kv / mask.block_size)
+    key = (mask.seed & 0xFFFFFFFF, mask.seed >> 32)
+    words = [int(philox(np.array([b // 4, query_block, 0, 0], dtype=np.uint32), key)[b % 4]) for b in range(count)]
+    return set(sorted(range(count), key=lambda b: (words[b], b))[: mask.num_blocks])
+
+
+def sees(mask: ta.Mask, seqlen_kv: int, head: int, i: int, p: int, j: int) -> bool:
+    if isinstance(mask, ta.Strided):
+        return (p - j) % mask.stride == 0
+    if isinstance(mask, ta.Dilated):
+        return abs(p - j) <= mask.window * mask.dilation and (p - j) % mask.dilation == 0
+    if isinstance(mask, ta.Global):
+        return p in tuple(mask.positions) or j in tuple(mask.positions)
+    if isinstance(mask, ta.RandomBlocks):
+        return j // mask.block_size in random_blocks(mask, seqlen_kv, p // mask.block_size)
+    assert isinstance(mask, ta.BlockSparse)
+    return bool(mask.block_mask[head, i // mask.block_size, j // mask.block_size])
+
+
+@pytest.mark.parametrize("lengths", [(9, 14), (14, 9), (12, 12)])
+@pytest.mark.parametrize("offset", [None, 3, -4])
+def test_definitions(lengths: tuple[int, int], offset: int | None):
+    seqlen_q, seqlen_kv = lengths
+    layout = torch.rand(2, math.ceil(seqlen_q / 5), math.ceil(seqlen_kv / 5)) > 0.5
+    masks = [ta.Strided(1), ta.Strided(3), ta.Dilated(2, 3), ta.Dilated(0, 1), ta.Global((0, 5, 13)), ta.Global([])]
+    masks += [
+        ta.RandomBlocks(1, 3, seed=5),
+        ta.RandomBlocks(2, 2, 1 << 63),
+        ta.RandomBlocks(9, 4),
+        ta.RandomBlocks(0),
+        ta.BlockSparse(layout, 5),
+    ]
+    start = seqlen_kv - seqlen_q if offset is None else offset
+    for mask in masks:
+        dense = mask.dense(seqlen_q, seqlen_kv, query_offset=offset)
+        assert dense.shape == ((2,) if isinstance(mask, ta.BlockSparse) else ()) + lengths
+        for head, seen in enumerate(dense.view(-1, *lengths)):
+            want = [[sees(mask, seqlen_kv, head, i, i + start, j) for j in range(seqlen_kv)] for i in range(seqlen_q)]
+            assert torch.equal(seen, torch.tensor(want)), mask
+    assert torch.equal(ta.Global(torch.tensor([5, 0, 5])).dense(*lengths), ta.Global((0, 5)).dense(*lengths))
+
+
+def some_masks(seqlen_q: int, seqlen_kv: int, num_heads: int = 2) -> list[ta.Mask]:
+    """Masks and unions, per head, per batch item (of 2) and for all."""
+    by_head = torch.rand(num_heads, math.ceil(seqlen_q / 16), math.ceil(seqlen_kv / 16)) > 0.6
+    by_item = torch.rand(2, 1, math.ceil(seqlen_q / 100), math.ceil(seqlen_kv / 100)) > 0.5
+    by_head[:, -1] = False
+    scattered = torch.rand(seqlen_q, seqlen_kv) > 0.95
+    scattered[:70, :66] = True
+    return [
+        ta.BlockSparse(by_head, 16),
+        ta.BlockSparse(by_item, 100) & ta.Causal(),
+        ta.BlockSparse(by_item, 100) | ta.KeyLengths(torch.tensor([3, 90])),
+        ta.Causal() & (ta.Global((0, 70, 71)) | ta.SlidingWindow(20, 5)),
+        ta.RandomBlocks(1, 50, seed=7),
+        ta.RandomBlocks(1) | ta.SlidingWindow(64, 64) | ta.Global((1,)),
+        ta.RandomBlocks(1, 130) | ta.Sinks(3),
+        ta.Strided(7) | ta.Global(torch.tensor([64])),
+        ta.Dilated(4, 9) & ta.KeyLengths(torch.tensor([80, 130])),
+        ta.Strided(5) | scattered,
+        ta.BlockSparse(by_head, 16) & scattered,
+        ta.Chunked(70) | ta.Documents(torch.tensor([0, 50, 120, 150])),
+        ta.PrefixLM(70) | ta.Dilated(2, 40),
+        ta.Causal("top_left") | ta.Sinks(65),
+    ]
+
+
+def listed(mask: ta.Mask, seqlen_q: int, seqlen_kv: int, offset: int | Tensor | None) -> Tensor:
+    """What C++ reads from the list."""
+    blocks = block_list.build([mask], seqlen_q, seqlen_kv, offset, CPU)
+    return ops._blocks_dense(*blocks, torch.arange(seqlen_q), seqlen_q, seqlen_kv)
+
+
+@pytest.mark.parametrize("lengths", [(200, 200), (130, 257), (257, 130), (64, 64), (1, 65)])
+def test_lists_are_the_dense_mask(lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    for offset in (None, 5, -20, torch.tensor([3, -70])):
+        for mask in some_masks(*lengths):
+            dense = mask.dense(*lengths, query_offset=offset)
+            got, dense = torch.broadcast_tensors(listed(mask, *lengths, offset), dense)
+            assert torch.equal(got, dense), mask
+            assert mask.density(*lengths, query_offset=offset) == pytest.approx(dense.double().mean().item(), abs=1e-12)
+    monkeypatch.setattr(block_list, "_GRID", 5)  # strips of one row of tiles
+    for mask in some_masks(*lengths):
+        got, dense = torch.broadcast_tensors(listed(mask, *lengths, 2), mask.dense(*lengths, query_offset=2))
+        assert torch.equal(got, dense), mask
+
+
+def test_lists_cost_what_is_visible():
+    n = 1 << 15
+    mask = ta.Global((0, 1, 2)) | ta.SlidingWindow(100, 0)
+    lowered = lowering.lower(mask, batch_shape=(2,), num_heads=3, seqlen_q=n, seqlen_kv=n, device=CPU)
+    assert lowered.mask is None and lowered.block_rows.shape == (n // 64, 2)
+    tiles = n // 64
+    assert lowered.block_tiles.shape[0] <= 5 * tiles and lowered.block_bits.shape[0] <= 5 * tiles
+    again = lowering.lower(mask, batch_shape=(2,), num_heads=3, seqlen_q=n, seqlen_kv=n, device=CPU)
+    assert again.block_tiles is lowered.block_tiles
+    assert mask.density(n, n) == pytest.approx((3 * n + 3 * n - 9 + 101 * (n - 3) - 5050 - 3 * 101 + 3 + 3 + 1) / n**2, rel=0.01)
+
+
+def test_a_changed_layout_is_read_again():
+    layout = torch.zeros(5, 5, dtype=torch.bool)
+    mask, x = ta.BlockSparse(layout, 16), torch.randn(1, 1, 77, 8)
+    assert (ta.attention(x, x, x, mask=mask) == 0).all()
+    layout[:] = True
+    assert torch.equal(ta.attention(x, x, x, mask=mask), ta.attention(x, x, x))
+
+
+def test_l15_block_sparse():
+    layout = torch.rand(2, 5, 5) > 0.5
+    layout[:, 2] = False
+    layout[:, 0, 0] = True
+    n = 77
+    dense = layout.repeat_interleave(16, 1).repeat_interleave(16, 2)[:, :n, :n]
+    q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for _ in range(3))
+    lower = torch.ones(n, n).tril().bool()
+    mask = ta.BlockSparse(layout, 16)
+    assert torch.equal(mask.dense(n, n).expand(2, n, n), dense)
+    for ours, seen in ((mask, dense), (mask & ta.Causal(), dense & lower)):
+        out = ta.attention(q, k, v, mask=ours)
+        want = ta.reference.attention(q.double(), k.double(), v.double(), mask=seen)
+        torch.testing.assert_close(out.double(), want, atol=2e-6, rtol=1e-5)
+        assert (out[:, :, 32:48] == 0).all()
+        grad = torch.randn_like(out)
+        for a, b in zip(torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad(want, (q, k, v), grad.double()), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    rectangle = ta.BlockSparse(layout[:, :2], 16)
+    out = ta.attention(q[:, :, :20], k, v, mask=rectangle)
+    torch.testing.assert_close(out, ta.reference.attention(q[:, :, :20], k, v, mask=dense[:, :20]))
+
+
+def run(mask: ta.Mask | Tensor, x, options: dict[str, object]) -> dict[str, Tensor]:
+    """Results and gradients, the same for each mask."""
+    torch.manual_seed(3)
+    leaves = {"query": x.query, "key": x.key, "value": x.value} | {
+        name: options[name] for name in ("bias", "alibi_slopes", "sinks") if options.get(name) is not None
+    }
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
+    given = options | {name: leaf for name, leaf in leaves.items() if name in options}
+    out, lse = ta.attention(leaves["query"], leaves["key"], leaves["value"], mask=mask, return_lse=True, **given)
+    generator = torch.Generator().manual_seed(5)
+    directions = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in (out, lse)]
+    grads = torch.autograd.grad((out, lse), list(leaves.values()), directions)
+    torch.manual_seed(3)
+    weights = ta.attention_weights(leaves["query"].detach(), leaves["key"].detach(), mask=mask, **options)
+    return {"out": out, "lse": lse, "weights": weights} | dict(zip(leaves, grads, strict=True))
+
+
+OPTIONS = {
+    "plain": {},
+    "dropout": {"dropout_p": 0.3},
+    "everything": {"softcap": 2.0, "alibi": True, "sinks": True, "query_offset": 20},
+    "bias": {"bias": (4, 1, 1)},
+    "offsets": {"query_offset": (3, -40), "dropout_p": 0.5, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("lengths", [(150, 150), (7, 700), (200, 90)])
+def test_listed_attention_has_the_bits_of_the_bool_mask(lengths: tuple[int, int], options: dict[str, object], isa: str):
+    """Forward: a key that is not visited changes no bit. Backward adds up the runs of visible keys one by one."""
+    rng = random.Random(str((lengths, options)))
+    for mask in rng.sample(some_masks(*lengths, num_heads=4), 5):
+        dtype = rng.choice([torch.float32, torch.float64, torch.bfloat16, torch.float16])
+        case = Case(
+            num_heads=4, num_heads_kv=2, seqlen_q=lengths[0], seqlen_kv=lengths[1], head_dim=20, head_dim_v=12, dtype=dtype, **options
+        )
+        x = case.inputs()
+        x.value[:, :, lengths[1] // 2] = math.nan
+        given = {name: getattr(x, name) for name in ("bias", "alibi_slopes", "sinks", "query_offset", "softcap", "dropout_p")}
+        given = {name: value for name, value in given.items() if value is not None}
+        lowered = lowering.lower(
+            mask, batch_shape=(2,), num_heads=4, seqlen_q=lengths[0], seqlen_kv=lengths[1], query_offset=x.query_offset, device=CPU
+        )
+        assert lowered.block_rows is not None
+        ours, dense = run(mask, x, given), run(mask.dense(*lengths, query_offset=x.query_offset), x, given)
+        for name in ("out", "lse", "weights"):
+            assert torch.equal(ours[name].nan_to_num(7.0), dense[name].nan_to_num(7.0)), (mask, name)
+        for name in ours.keys() - {"out", "lse", "weights"}:
+            a, b = ours[name], dense[name]
+            assert torch.equal(a.isnan(), b.isnan()), (mask, name)
+            scale = b.nan_to_num(0.0).abs().max().item() + 1e-6
+            eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps * 64 + 4 * torch.finfo(a.dtype).eps
+            assert (a - b).nan_to_num(0.0).abs().max().item() <= eps * scale, (mask, name)
+
+
+def test_rows_keep_their_bits_alone_and_for_any_number_of_threads():
+    n = 300
+    x = Case(num_heads=4, num_heads_kv=2, seqlen_q=n, head_dim=24).inputs()
+    mask = ta.RandomBlocks(2, 40) | ta.Global((5,)) | ta.SlidingWindow(30, 0)
+    torch.set_num_threads(1)
+    whole = run(mask, x, {"dropout_p": 0.0})
+    for threads in (2, 3, 7):
+        torch.set_num_threads(threads)
+        again = run(mask, x, {"dropout_p": 0.0})
+        assert all(torch.equal(again[name], whole[name]) for name in whole)
+    for first, last in ((0, 1), (37, 50), (63, 130), (299, 300)):
+        part = ta.attention(x.query[:, :, first:last], x.key, x.value, mask=mask, query_offset=first)
+        assert torch.equal(part, whole["out"][:, :, first:last])
+    assert torch.equal(ta.attention(x.query[1:], x.key[1:], x.value[1:], mask=mask), whole["out"][1:])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 3.0, "sinks": torch.randn(2).double()}, {"dropout_p": 0.3}], ids=["plain", "sinks", "dropout"]
+)
+def test_second_derivatives_of_listed_attention(options: dict[str, object]):
+    mask = ta.BlockSparse(torch.rand(2, 3, 3) > 0.4, 30) | ta.Global((3,))
+    inputs = [torch.randn(1, heads, n, 3, dtype=torch.float64, requires_grad=True) for heads, n in ((2, 66), (1, 70), (1, 70))]
+
+    def call(*inputs: Tensor) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        return ta.attention(*inputs, mask=mask, return_lse=True, **options)
+
+    assert gradcheck(call, inputs, fast_mode=True) and gradgradcheck(call, inputs, fast_mode=True)
+    weights = lambda q, k: ta.attention_weights(q, k, mask=mask, rows=torch.tensor([65, 3, 3]))
+    assert gradcheck(weights, inputs[:2], fast_mode=True)
+
+
+RESIDUES = [
+    ta.Strided(7),
+    ta.Causal() & ta.Strided(7),
+    ta.Causal() & (ta.Strided(8) | ta.SlidingWindow(7, 0)),
+    ta.Strided(8) | ta.SlidingWindow(9, 3),
+    ta.Dilated(4, 9),
+    ta.Causal() & ta.Dilated(4, 8),
+    ta.Dilated(4, 8) | ta.SlidingWindow(8, 8),
+    ta.SlidingWindow(40, 30) & (ta.SlidingWindow(2, 90) | ta.Strided(4)),
+    (ta.Dilated(6, 8) & ta.Causal()) | ta.SlidingWindow(3, 4),
+]
+RESIDUE_OPTIONS = {
+    "plain": {},
+    "everything": {"softcap": 2.0, "alibi": True, "sinks": True},
+    "before": {"query_offset": -9},
+    "large": {"scale": 30.0},
+}
+
+
+@pytest.mark.parametrize("options", RESIDUE_OPTIONS.values(), ids=RESIDUE_OPTIONS)
+@pytest.mark.parametrize("lengths", [(160, 160), (70, 301)])
+def test_residue_classes_are_the_dense_mask(lengths: tuple[int, int], options: dict[str, object]):
+    for k, mask in enumerate(RESIDUES):
+        dtype = (torch.float64, torch.float32, torch.bfloat16)[k % 3]
+        case = Case(num_heads=4, num_heads_kv=2, seqlen_q=lengths[0], seqlen_kv=lengths[1], head_dim_v=5, dtype=dtype, **options)
+        x = case.inputs()
+        given = {name: getattr(x, name) for name in ("alibi_slopes", "sinks", "query_offset", "softcap", "scale")}
+        given = {name: value for name, value in given.items() if value is not None}
+        assert residues.pattern_of(mask) is not None
+        ours, want = run(mask, x, given), run(mask.dense(*lengths, query_offset=x.query_offset), x, given)
+        for name in ours:
+            if name == "weights":
+                continue
+            a, b = ours[name].nan_to_num(neginf=0.0), want[name].nan_to_num(neginf=0.0)
+            # Gradients are as exact as dtype, whatever they are stored in.
+            eps = 16 * torch.finfo(a.dtype if name == "lse" else dtype).eps * (64 if "scale" in options else 1)
+            # Where bf16 weights are summed after rounding, each of the two lse is within 2 ** -9.
+            limit = eps * (b.abs().max().item() + 1) + (2 * 2.0**-9 if dtype == torch.bfloat16 and name == "lse" else 0.0)
+            assert (a - b).abs().max().item() <= limit, (mask, name)
+
+
+def test_residue_classes_hide_what_they_do_not_see():
+    x = torch.randn(1, 2, 128, 8)
+    poisoned = x.clone()
+    poisoned[:, :, 1::2] = math.nan
+    out = ta.attention(x, poisoned, poisoned, mask=ta.Strided(2))
+    assert torch.equal(out[:, :, ::2], ta.attention(x, x, x, mask=ta.Strided(2))[:, :, ::2]) and out[:, :, 1::2].isnan().all()
+
+
+def test_what_residue_classes_cannot_say_is_said_by_a_list():
+    n = 130
+    x = Case(num_heads=2, seqlen_q=n, bias=(2, n, n)).inputs()
+    for options in ({"dropout_p": 0.4}, {"bias": x.bias}):
+        for mask in (ta.Strided(4) | ta.SlidingWindow(3, 0), ta.Dilated(9, 3)):
+            ours, want = run(mask, x, options), run(mask.dense(n, n), x, options)
+            assert all(torch.allclose(ours[name], want[name], atol=1e-5, rtol=1e-4) for name in ours)
+
+
+def test_second_derivatives_of_residue_classes():
+    inputs = [torch.randn(1, heads, n, 3, dtype=torch.float64, requires_grad=True) for heads, n in ((2, 66), (1, 70), (1, 70))]
+    slopes, sinks = torch.rand(2).double().requires_grad_(), torch.randn(2).double().requires_grad_()
+    for mask in (ta.Strided(5) | ta.SlidingWindow(3, 3), ta.Causal() & ta.Dilated(3, 7)):
+
+        def call(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor, mask: ta.Mask = mask) -> tuple[Tensor, ...]:
+            return ta.attention(q, k, v, mask=mask, alibi_slopes=slopes, sinks=sinks, return_lse=True)
+
+        assert gradcheck(call, (*inputs, slopes, sinks), fast_mode=True) and gradgradcheck(call, (*inputs, slopes, sinks), fast_mode=True)
+        tangent = torch.randn_like(inputs[0])
+        dense = mask.dense(66, 70)
+        ours, want = (
+            torch.func.jvp(lambda q, m=m: ta.attention(q, *inputs[1:], mask=m), (inputs[0].detach(),), (tangent,))[1] for m in (mask, dense)
+        )
+        torch.testing.assert_close(ours, want)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [ta.Causal() & (ta.Strided(8) | ta.SlidingWindow(7, 0)), ta.Global((0, 9)) | ta.RandomBlocks(1, 20)],
+    ids=repr,
+)
+def test_compile_and_vmap(mask: ta.Mask):
+    n = 80
+    q, k, v = (torch.randn(2, 2, n, 8, requires_grad=True) for _ in range(3))
+    want = ta.reference.attention(q, k, v, mask=mask)
+    grads = torch.autograd.grad(want.sum(), (q, k, v))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, k, v: ta.attention(q, k, v, mask=mask), fullgraph=True, backend="aot_eager")
+    out = compiled(q, k, v)
+    torch.testing.assert_close(out, want)
+    for a, b in zip(torch.autograd.grad(out.sum(), (q, k, v)), grads, strict=True):
+        torch.testing.assert_close(a, b)
+    mapped = torch.func.vmap(lambda q: ta.attention(q, k[0], v[0], mask=mask))(q.detach())
+    torch.testing.assert_close(mapped, ta.reference.attention(q, k[:1].expand_as(k), v[:1].expand_as(v), mask=mask).detach())
+
+
+def test_operators_map_over_lists():
+    n = 100
+    blocks = block_list.build([ta.BlockSparse(torch.rand(3, 2, 7, 7) > 0.5, 16)], n, n, None, CPU)
+    q, k, v = (torch.randn(3, 2, n, 8) for _ in range(3))
+
+    def call(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
+        return ops.attention_fwd(q, k, v, *(None,) * 8, rows, *blocks[1:], 0.3, 0.0, 0.0, [], [], False)[0]
+
+    assert torch.equal(torch.func.vmap(call)(q, k, v, blocks.rows), call(q, k, v, blocks.rows))
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "words"),
+    [
+        (lambda: ta.Strided(0), ValueError, ("Strided", "stride", ">= 1", "0")),
+        (lambda: ta.Dilated(-1, 2), ValueError, ("Dilated", "window", "-1")),
+        (lambda: ta.Dilated(1, 0), ValueError, ("Dilated", "dilation", "0")),
+        (lambda: ta.Global(3), TypeError, ("Global", "positions", "int")),
+        (lambda: ta.Global((1, -2)), ValueError, ("Global", "positions", "-2")),
+        (lambda: ta.Global((1, 2.0)), TypeError, ("Global", "positions", "2.0")),
+        (lambda: ta.Global(torch.tensor([1.0])), TypeError, ("Global", "positions", "float32")),
+        (lambda: ta.Global(torch.ones(1, 1, dtype=torch.long)), ValueError, ("positions", "(num_positions,)", "(1, 1)")),
+        (lambda: ta.RandomBlocks(-1), ValueError, ("RandomBlocks", "num_blocks", "-1")),
+        (lambda: ta.RandomBlocks(1, 0), ValueError, ("block_size", "0")),
+        (lambda: ta.RandomBlocks(1, seed=1 << 64), ValueError, ("seed", "2 ** 64")),
+        (lambda: ta.BlockSparse([[True]], 16), TypeError, ("BlockSparse", "block_mask", "list")),
+        (lambda: ta.BlockSparse(torch.ones(2, 2), 16), TypeError, ("block_mask", "bool", "float32")),
+        (lambda: ta.BlockSparse(torch.ones(2).bool(), 16), ValueError, ("block_mask", "ceil", "(2,)")),
+        (lambda: ta.BlockSparse(torch.ones(2, 2).bool(), 0), ValueError, ("block_size", "0")),
+        (
+            lambda: ta.BlockSparse(torch.ones(2, 3).bool(), 4).dense(8, 8),
+            ValueError,
+            ("block_mask", "(..., 2, 2)", "(2, 3)", "block_size 4"),
+        ),
+        (lambda: attend(ta.BlockSparse(torch.ones(5, 4).bool(), 16)), ValueError, ("block_mask", "(..., 5, 5)", "(5, 4)")),
+        (lambda: attend(ta.BlockSparse(torch.ones(3, 5, 5).bool(), 16)), ValueError, ("mask", "(3")),
+        (lambda: attend(ta.BlockSparse(torch.ones(5, 5, device="meta").bool(), 16)), ValueError, ("block_mask", "cpu", "meta")),
+        (lambda: attend(ta.Global(torch.ones(2, dtype=torch.long, device="meta"))), ValueError, ("positions", "cpu", "meta")),
+    ],
+)
+def test_errors(build, error, words):
+    with pytest.raises(error) as raised:
+        build()
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def attend(mask: ta.Mask) -> Tensor:
+    x = torch.randn(1, 2, 77, 8)
+    return ta.attention(x, x, x, mask=mask)
+
+
+def test_pictures():
+    pyplot.switch_backend("Agg")
+    mask = ta.Causal() & (ta.Strided(8) | ta.SlidingWindow(7, 0))
+    for n in (40, 700):
+        axes = ta.plot.mask(mask, n, n)
+        picture = axes.images[0].get_array()
+        size = n if n <= 512 else math.ceil(n / 64)
+        assert picture.shape == (size, size) and picture[0, -1] == 0 and picture[-1, -1] > 0
+        dense = mask.dense(n, n).double()
+        if n > 512:
+            assert picture[3, 1] == pytest.approx(dense[192:256, 64:128].mean().item())
+        else:
+            assert np.array_equal(picture, dense.numpy())
+    figure, axes = pyplot.subplots()
+    assert ta.plot.mask(torch.ones(3, 4).bool(), 3, 4, axes=axes) is axes
+    pyplot.close("all")
+    with pytest.raises(ValueError, match=r"seqlen_q must be an integer >= 1, got 0"):
+        ta.plot.mask(mask, 0, 4)
+    with pytest.raises(TypeError, match="mask must be a mask or a bool tensor, got str"):
+        ta.plot.mask("causal", 4, 4)
