@@ -66,7 +66,7 @@ bool in_forked_child() { return forked.load(std::memory_order_relaxed); }
 #define MASKS_AND_SCORES(SINKS)                                                                                   \
   "Tensor? mask, Tensor? bias, Tensor? alibi_slopes, " SINKS "Tensor? key_lengths, Tensor? documents, "           \
   "Tensor? query_offset, Tensor? dropout_seed, float scale, float softcap, float dropout_p, SymInt[] intervals, " \
-  "SymInt[] dropout_offsets"
+  "SymInt[] dropout_offsets, bool allow_tf32"
 #define ATTENTION_ARGUMENTS "Tensor query, Tensor key, Tensor value, " MASKS_AND_SCORES("Tensor? sinks, ")
 #define LINEAR_INPUTS "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? log_decay, "
 #define LINEAR_ARGUMENTS LINEAR_INPUTS "Tensor? initial_kv, Tensor? initial_k_sum, int query_map, int key_map, bool causal, bool normalize, float scale"

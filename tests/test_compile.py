@@ -257,7 +257,7 @@ def test_fake_strides(layout, dim_v, dtype):
     query, key = (lay_out(torch.randn(2, 4, 5, 8).to(dtype), layout) for _ in range(2))
     value = lay_out(torch.randn(2, 4, 5, dim_v).to(dtype), layout)
     bias = lay_out(torch.randn(2, 4, 5, 5), layout)
-    arguments = (None, bias, *(None,) * 6, 0.3, 0.0, 0.0, [], [])
+    arguments = (None, bias, *(None,) * 6, 0.3, 0.0, 0.0, [], [], False)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def operators(query, key, value, arguments):
@@ -407,7 +407,7 @@ def test_second_derivatives_of_compiled_code_are_an_error(backend):
 def op_arguments(dtype=torch.float32, everything=True):
     query, key, value = inputs(n=5, dtype=dtype, grad=False)
     if not everything:
-        return [query, key, value, *(None,) * 8, 0.3, 0.0, 0.0, [], []]
+        return [query, key, value, *(None,) * 8, 0.3, 0.0, 0.0, [], [], False]
     return [
         query,
         key,

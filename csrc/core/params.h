@@ -55,6 +55,7 @@ struct AttentionParams {
   int64_t batch = 1, num_heads = 0, num_heads_kv = 0, seqlen_q = 0, seqlen_kv = 0, head_dim = 0, head_dim_v = 0;
   double scale = 1;    // multiplies q . k
   double softcap = 0;  // 0: none
+  bool allow_tf32 = false;  // float32 on CUDA: products from operands rounded to tf32
   MaskParams mask;
   DropoutParams dropout;
   TensorView query, key, value;

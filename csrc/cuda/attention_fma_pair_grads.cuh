@@ -61,11 +61,11 @@ __global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) ==
   Pairs* const shared_pairs = carve.template take<Pairs>(1);
 
   const AttentionParams& p = params.forward;
-  const Place at;
+  const typename Tile::Place at;
   const int64_t key_tiles = (p.seqlen_kv + Pairs::kKeys - 1) / Pairs::kKeys, query_tiles = (p.seqlen_q + Pairs::kQueries - 1) / Pairs::kQueries;
   const int64_t first_key = int64_t(blockIdx.x) % key_tiles * Pairs::kKeys, block = int64_t(blockIdx.x) / key_tiles;
   const int64_t first_query = block % query_tiles * Pairs::kQueries, slice = block / query_tiles;
-  typename Tile::Scores sum;
+  typename Tile::ThreadPairs sum;
 #pragma unroll
   for (int i = 0; i < Tile::kThreadRows; i++)
 #pragma unroll
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) ==
 #pragma unroll
     for (int i = 0; i < Tile::kThreadRows; i++)
 #pragma unroll
-      for (int j = 0; j < Tile::kThreadCols; j++) sum[i][j] += right[(at.y + 8 * i) * Tile::kStride + at.x + 16 * j];
+      for (int j = 0; j < Tile::kThreadCols; j++) sum[i][j] += right[at.row(i) * Tile::kStride + at.x + 16 * j];
   }
   BiasSlices::find(p, params.grad_bias, slice, 0, &batch, &head);
   const Matrix<Real> to = matrix<Real>(p, params.grad_bias, batch, head);
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) ==
   for (int i = 0; i < Tile::kThreadRows; i++)
 #pragma unroll
     for (int j = 0; j < Tile::kThreadCols; j++) {
-      const int64_t query = first_query + at.y + 8 * i, key = first_key + at.x + 16 * j;
+      const int64_t query = first_query + at.row(i), key = first_key + at.x + 16 * j;
       if (query < p.seqlen_q && key < p.seqlen_kv) to.row(query)[key * to.col_stride] = sum[i][j];
     }
 }
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
   Pairs* const shared_pairs = carve.template take<Pairs>(1);
 
   const AttentionParams& p = params.forward;
-  const Place at;
+  const typename Tile::Place at;
   const int64_t key_tiles = (p.seqlen_kv + Pairs::kKeys - 1) / Pairs::kKeys, item = int64_t(blockIdx.x) / key_tiles;
   const int64_t first_key = int64_t(blockIdx.x) % key_tiles * Pairs::kKeys, batch = item / p.num_heads, head = item % p.num_heads;
   const Pairs& pairs = in_shared(shared_pairs, params, table, stats, batch, head);
@@ -124,14 +124,14 @@ __global__ void __launch_bounds__(Tile::kThreads)
       Real of_tile = 0;
 #pragma unroll
       for (int i = 0; i < Tile::kThreadRows; i++)
-        if (first_query + at.y + 8 * i < p.seqlen_q) of_tile += right[(at.y + 8 * i) * Tile::kStride + at.x + 16 * j];
+        if (first_query + at.row(i) < p.seqlen_q) of_tile += right[at.row(i) * Tile::kStride + at.x + 16 * j];
       sum[j] += double(of_tile);
     }
   }
   __syncthreads();
   double* const sums = (double*)left;  // [8][kKeys]
 #pragma unroll
-  for (int j = 0; j < Tile::kThreadCols; j++) sums[at.y * Pairs::kKeys + at.x + 16 * j] = sum[j];
+  for (int j = 0; j < Tile::kThreadCols; j++) sums[at.half_warp() * Pairs::kKeys + at.x + 16 * j] = sum[j];
   __syncthreads();
   const int64_t key = first_key + threadIdx.x;
   if (threadIdx.x >= Pairs::kKeys || key >= p.seqlen_kv) return;
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
   Pairs* const shared_pairs = carve.template take<Pairs>(1);
 
   const AttentionParams& p = params.forward;
-  const Place at;
+  const typename Tile::Place at;
   const int64_t query_tiles = (p.seqlen_q + Pairs::kQueries - 1) / Pairs::kQueries, item = int64_t(blockIdx.x) / query_tiles;
   const int64_t first_query = int64_t(blockIdx.x) % query_tiles * Pairs::kQueries, batch = item / p.num_heads, head = item % p.num_heads;
   const Pairs& pairs = in_shared(shared_pairs, params, table, stats, batch, head);
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
     for (int i = 0; i < Tile::kThreadRows; i++)
 #pragma unroll
       for (int j = 0; j < Tile::kThreadCols; j++) {
-        const int r = at.y + 8 * i, c = at.x + 16 * j;
+        const int r = at.row(i), c = at.x + 16 * j;
         if (first_query + r < p.seqlen_q) of_tile -= right[r * Tile::kStride + c] * pairs.pairs.scores.distance(first_query + r, first_key + c);
       }
     sum += double(of_tile);
@@ -186,9 +186,9 @@ __global__ void __launch_bounds__(Tile::kThreads)
   slope_sums[int64_t(blockIdx.x)] = Real(sum);
 }
 
-template <class T>
+template <class T, Products kProducts>
 void launch_fma_pair_grads(const AttentionBackwardParams& params, const FmaBackwardScratch& parts, const RowStats<Real<T>>& stats, Stream stream) {
-  using Tile = FmaTile<T, 64>;
+  using Tile = FmaTile<T, 64, kProducts>;
   using Pairs = QueryPairs<Tile>;
   using R = Real<T>;
   const AttentionParams& p = params.forward;

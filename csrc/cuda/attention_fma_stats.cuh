@@ -39,8 +39,13 @@ SIMT_DEVICE bool is_coarse(Real<T> lse) {
 template <class Tile>
 constexpr int kStatsBytes = Tile::kScoreBytes + (SoftmaxRows<Tile>::kElements + 2 * Tile::kRows) * int(sizeof(typename Tile::Real));
 
+// Blocks of a multiprocessor: conversions from 16 bit take registers that three do not leave.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 3) attention_fma_stats_kernel(StatsParams params, RowTable table, RowStats<typename Tile::Real> stats) {
+constexpr int kStatsBlocks = sizeof(typename Tile::T) == 2 ? 2 : 3;
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, kStatsBlocks<Tile>)
+    attention_fma_stats_kernel(StatsParams params, RowTable table, RowStats<typename Tile::Real> stats) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;
   SIMT_DYNAMIC_SHARED(shared);
@@ -52,7 +57,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 3) attention_fma_stats_kernel(
   Real* const rest = carve.template take<Real>(Tile::kRows);
 
   const AttentionParams& p = params.forward;
-  const Place at;
+  const typename Tile::Place at;
   const int64_t tiles = (params.num_rows + Tile::kRows - 1) / Tile::kRows, item = int64_t(blockIdx.x) / tiles;
   const int64_t batch = item / p.num_heads, head = item % p.num_heads, kv_head = head / (p.num_heads / p.num_heads_kv);
   const ChosenRows query_rows{params.rows, int64_t(blockIdx.x) % tiles * Tile::kRows, params.num_rows, p.seqlen_q};
@@ -83,7 +88,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 3) attention_fma_stats_kernel(
       put_scores<Tile>(keys, scores, at);
 #pragma unroll 1
       for (int i = 0; i < Tile::kThreadRows; i++) {
-        const int r = at.y + 8 * i;
+        const int r = at.row(i);
         const int64_t row = query_rows(r);
         const RowEntry visible = pairs.row(row);
         Real x[Tile::kThreadCols];
@@ -96,7 +101,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 3) attention_fma_stats_kernel(
     }
 #pragma unroll 1
     for (int i = 0; i < Tile::kThreadRows; i++) {
-      const int r = at.y + 8 * i;
+      const int r = at.row(i);
       const Real sum = log(row_sum(softmax.sum[i * Tile::kThreads])), known = lse_of(r), max = softmax.max[r];
       if (at.x != 0 || !is_coarse<T>(known)) continue;
       // A larger lse is that of a sink, and stays.
@@ -148,9 +153,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 3) attention_fma_stats_kernel(
   }
 }
 
-template <class T>
+template <class T, Products kProducts>
 void launch_fma_stats(const StatsParams& params, const RowTable& table, const RowStats<Real<T>>& stats, Stream stream) {
-  using Tile = FmaTile<T, 64>;
+  using Tile = FmaTile<T, 64, kProducts>;
   const int64_t tiles = (params.num_rows + Tile::kRows - 1) / Tile::kRows;
   SIMT_LAUNCH(attention_fma_stats_kernel<Tile>, unsigned(tiles * params.forward.batch * params.forward.num_heads), Tile::kThreads, kStatsBytes<Tile>, stream,
               params, table, stats);

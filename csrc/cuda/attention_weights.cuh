@@ -23,8 +23,13 @@ struct WeightsScratch {
 
 namespace {
 
+// Blocks that the registers must leave room for; 0 asks for nothing. In tf32 ptxas then aims at three on sm_120, and spills.
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads) attention_weights_kernel(AttentionWeightsParams params, RowTable table, RowStats<typename Tile::Real> stats) {
+constexpr int kWeightsBlocks = Tile::kTensorCores ? 2 : 0;
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, kWeightsBlocks<Tile>)
+    attention_weights_kernel(AttentionWeightsParams params, RowTable table, RowStats<typename Tile::Real> stats) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;
   SIMT_DYNAMIC_SHARED(shared);
@@ -33,7 +38,7 @@ __global__ void __launch_bounds__(Tile::kThreads) attention_weights_kernel(Atten
   Real* const keys = carve.template take<Real>(Tile::kRight);
 
   const AttentionParams& p = params.forward;
-  const Place at;
+  const typename Tile::Place at;
   const int64_t key_tiles = (p.seqlen_kv + Tile::kCols - 1) / Tile::kCols, row_tiles = (params.num_rows + Tile::kRows - 1) / Tile::kRows;
   const int64_t block = int64_t(blockIdx.x) / key_tiles, item = block / row_tiles, heads = params.average ? 1 : p.num_heads;
   const int64_t batch = item / heads, first_head = item % heads, last_head = params.average ? p.num_heads : first_head + 1;
@@ -41,7 +46,7 @@ __global__ void __launch_bounds__(Tile::kThreads) attention_weights_kernel(Atten
   const ChosenRows query_rows{params.rows, block % row_tiles * Tile::kRows, params.num_rows, p.seqlen_q};
   const bool seen = params.rows || table.bounds_of(batch, query_rows.first, Tile::kRows).sees(key_rows.first, key_rows.first + Tile::kCols);
 
-  typename Tile::Scores sum;
+  typename Tile::ThreadPairs sum;
 #pragma unroll
   for (int i = 0; i < Tile::kThreadRows; i++)
 #pragma unroll
@@ -60,7 +65,7 @@ __global__ void __launch_bounds__(Tile::kThreads) attention_weights_kernel(Atten
     put_scores<Tile>(keys, scores, at);
 #pragma unroll 1
     for (int i = 0; i < Tile::kThreadRows; i++) {
-      const int r = at.y + 8 * i;
+      const int r = at.row(i);
       const int64_t row = query_rows(r);
       if (row < 0) continue;
       const RowEntry visible = pairs.row(row);
@@ -77,13 +82,13 @@ __global__ void __launch_bounds__(Tile::kThreads) attention_weights_kernel(Atten
 #pragma unroll
     for (int i = 0; i < Tile::kThreadRows; i++)
 #pragma unroll
-      for (int j = 0; j < Tile::kThreadCols; j++) sum[i][j] += keys[(at.y + 8 * i) * Tile::kStride + at.x + 16 * j];
+      for (int j = 0; j < Tile::kThreadCols; j++) sum[i][j] += keys[at.row(i) * Tile::kStride + at.x + 16 * j];
   }
 
   const Matrix<Real> to = matrix<Real>(p, params.weights, batch, first_head);
 #pragma unroll
   for (int i = 0; i < Tile::kThreadRows; i++) {
-    const int64_t row = query_rows.first + at.y + 8 * i;
+    const int64_t row = query_rows.first + at.row(i);
     if (row >= params.num_rows) continue;
 #pragma unroll
     for (int j = 0; j < Tile::kThreadCols; j++) {
@@ -95,9 +100,9 @@ __global__ void __launch_bounds__(Tile::kThreads) attention_weights_kernel(Atten
 
 }  // namespace
 
-template <class T>
+template <class T, Products kProducts>
 void launch_attention_weights(const AttentionWeightsParams& params, void* memory, Stream stream) {
-  using Tile = FmaTile<T, 64>;
+  using Tile = FmaTile<T, 64, kProducts>;
   const AttentionParams& p = params.forward;
   Scratch scratch(memory);
   const WeightsScratch parts(params, &scratch);
@@ -107,7 +112,7 @@ void launch_attention_weights(const AttentionWeightsParams& params, void* memory
   request.forward = p;
   request.rows = params.rows, request.num_rows = params.num_rows;
   request.unknown_sinks = true;
-  launch_fma_stats<T>(request, parts.table, stats, stream);
+  launch_fma_stats<T, kProducts>(request, parts.table, stats, stream);
   const int64_t key_tiles = (p.seqlen_kv + Tile::kCols - 1) / Tile::kCols, row_tiles = (params.num_rows + Tile::kRows - 1) / Tile::kRows;
   SIMT_LAUNCH(attention_weights_kernel<Tile>, unsigned(key_tiles * row_tiles * p.batch * (params.average ? 1 : p.num_heads)), Tile::kThreads, Tile::kScoreBytes,
               stream, params, parts.table, stats);

@@ -80,11 +80,11 @@ def loop(call: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequ
 # Positions in (query, key, value, mask, bias, alibi_slopes, sinks, key_lengths, documents, query_offset, dropout_seed, scale, softcap,
 # dropout_p, ...).
 FORWARD = Batching(leading={0, 1, 2}, broadcast={3, 4}, vectors={7, 9}, shared={5, 6, 8, 10}, dropout_p=13)
-# The same after (grad_out, grad_lse), and out, lse, residual at 18 to 20.
-BACKWARD = Batching(leading={0, 1, 2, 3, 4, 18, 19}, broadcast={5, 6}, vectors={9, 11}, shared={7, 8, 10, 12}, dropout_p=15)
+# The same after (grad_out, grad_lse), and out, lse, residual at 19 to 21.
+BACKWARD = Batching(leading={0, 1, 2, 3, 4, 19, 20}, broadcast={5, 6}, vectors={9, 11}, shared={7, 8, 10, 12}, dropout_p=15)
 # (query, key, mask, bias, alibi_slopes, key_lengths, documents, query_offset, dropout_seed, scale, softcap, dropout_p, intervals,
-# offsets, lse, rows, average)
-WEIGHTS = Batching(leading={0, 1, 14}, broadcast={2, 3}, vectors={5, 7}, shared={4, 6, 8, 15}, dropout_p=11)
+# offsets, allow_tf32, lse, rows, average)
+WEIGHTS = Batching(leading={0, 1, 15}, broadcast={2, 3}, vectors={5, 7}, shared={4, 6, 8, 16}, dropout_p=11)
 
 
 def map_forward(call: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
@@ -98,13 +98,13 @@ def map_forward(call: Callable[..., Any], size: int, in_dims: Sequence[Any], arg
 
 def map_backward(call: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
     """Rule of (grad_out, grad_lse, ..., out, lse, residual, gradients) -> 6 gradients."""
-    gradients = args[21]
+    gradients = args[22]
     if BACKWARD.must_loop(in_dims, args) or gradients & 0b110000:
         return loop(call, size, in_dims, args)
     rank = args[2].dim() - (in_dims[2] is not None)
     folded = BACKWARD.fold(size, in_dims, args, rank)
-    if in_dims[20] is not None or args[20].dim() > 1:
-        folded[20] = _first(args[20], in_dims[20], size)
+    if in_dims[21] is not None or args[21].dim() > 1:
+        folded[21] = _first(args[21], in_dims[21], size)
     bias = args[6]
     if gradients & 0b1000:
         shape = bias.shape if in_dims[6] is None else bias.movedim(in_dims[6], 0).shape[1:]

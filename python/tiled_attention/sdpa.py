@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .arguments import NO_INTERVALS
-from .call import below_autograd, cast_for_autocast, check_dropout_p, default_scale, forward, prepare, run_forward, runs_plain
+from .call import allows_tf32, below_autograd, cast_for_autocast, check_dropout_p, default_scale, forward, prepare, run_forward, runs_plain
 from .masks import And, Causal, Mask
 
 _TOP_LEFT, _BOTTOM_RIGHT = Causal(align="top_left"), Causal()
@@ -64,8 +64,9 @@ def scaled_dot_product_attention(
             intervals = _TOP_LEFT_INTERVALS if is_causal else ()
             with below_autograd():
                 scale = default_scale(shape[-1])
+                allow_tf32 = query.is_cuda and allows_tf32(query)
                 return run_forward(
-                    query, key, value, None, None, None, None, None, None, None, None, scale, 0.0, 0.0, intervals, (), False
+                    query, key, value, None, None, None, None, None, None, None, None, scale, 0.0, 0.0, intervals, (), allow_tf32, False
                 )[0]
     return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 

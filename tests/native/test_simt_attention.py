@@ -41,7 +41,7 @@ def test_sanitized(job: str, problems: str):
     assert done.returncode == 0, done.stdout[-5000:]
 
 
-@pytest.mark.parametrize("source", ["simt_attention_grad.cpp", "simt_linear.cpp"])
+@pytest.mark.parametrize("source", ["simt_attention_grad.cpp", "simt_attention_tf32.cpp", "simt_linear.cpp"])
 @pytest.mark.parametrize("job", ["plain", pytest.param("asan", marks=pytest.mark.slow), pytest.param("tsan", marks=pytest.mark.slow)])
 def test_gradients(source: str, job: str):
     done = run(build(source, job))
@@ -93,6 +93,13 @@ def test_conflicts_of_every_access():
         frames = subprocess.run(["addr2line", "-ie", program, offset], capture_output=True, text=True, check=True).stdout
         places = re.findall(r"^(.*):(\d+)", frames, re.MULTILINE)
         assert places and all(Path(file) == KERNEL and int(line) not in main_loop() for file, line in places), frames
+
+
+@pytest.mark.slow
+def test_tf32_has_no_conflicts():
+    done = run(build("simt_attention_tf32.cpp", "trace"))
+    assert done.returncode == 0, done.stdout
+    assert extra_wavefronts(done.stdout, "ldmatrix") == extra_wavefronts(done.stdout, "traced accesses") == 0, done.stdout
 
 
 def can_fuzz() -> bool:
