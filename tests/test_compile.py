@@ -425,6 +425,7 @@ def op_arguments(dtype=torch.float32, everything=True):
         0.25,
         [0, *(1 << 40,) * 4, -1, 0, 1 << 40, 0, 0],
         [1, 2, 3, 4],
+        True,
     ]
 
 
@@ -441,7 +442,7 @@ def test_opcheck(dtype, everything):
     out, lse, residual = ops.attention_fwd(*arguments, True)
     wanted = 63 if everything else 7
     torch.library.opcheck(ops.attention_bwd.default, (torch.ones_like(out), lse * 0, *arguments, out, lse, residual, wanted))
-    without_value = [arguments[at] for at in (0, 1, 3, 4, 5, *range(7, 16))]
+    without_value = [arguments[at] for at in (0, 1, 3, 4, 5, *range(7, 17))]
     for rows in (None, torch.tensor([4, 0, 0])):
         torch.library.opcheck(ops.attention_weights.default, (*without_value, lse, rows, everything))
     torch.library.opcheck(ops.dropout_mask.default, (torch.tensor(3), 0.3, 2, 4, 5, 6, [0, 0, 1, 0]))
