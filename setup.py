@@ -1,10 +1,11 @@
 """Builds the operator libraries; everything static is in pyproject.toml.
 
-The CPU kernels are one source, compiled once per instruction set into an object library of its own; the extension links all of them and
-chooses at run time. The CUDA kernels are a second extension, from the same operators. Objects of kernels stay in build/kernels-<platform>
-and build/cuda-<platform>-<targets>, so that editable installs rebuild only what changed.
+The CPU kernels are compiled once per instruction set; the extension links all of them and chooses at run time. The CUDA kernels are a
+second extension, from the same operators. Objects of kernels stay in build/kernels-<platform> and build/cuda-<platform>-<targets>, so that
+editable installs rebuild only what changed.
 Environment:
     MAX_JOBS                    how many compilers may run at a time
+    TILED_ATTENTION_ISAS        the instruction sets of the CPU kernels, such as "baseline avx2"; all of them by default
     TILED_ATTENTION_CUDA        auto (default): build the CUDA kernels where nvcc and a torch with the same CUDA are, and go on without them
                                 where that fails; 1: stop where it fails; 0: leave them out
     TILED_ATTENTION_CUDA_ARCHS  their targets, such as "80 90"; PTX of the last one serves later devices
@@ -23,10 +24,8 @@ from glob import glob
 
 import torch
 from setuptools import Extension, setup
-from setuptools.command.build_clib import build_clib
 from setuptools.command.build_ext import build_ext
-from setuptools.errors import CCompilerError
-from setuptools.modified import newer_group
+from setuptools.errors import CCompilerError, CompileError
 from torch.utils.cpp_extension import CUDA_HOME, include_paths, library_paths
 
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -35,7 +34,8 @@ ISA_FLAGS = {"baseline": []}
 if platform.machine() in ("x86_64", "AMD64"):
     ISA_FLAGS |= {"avx2": AVX2, "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512bf16"]}
 
-KERNEL_SOURCE = "csrc/cpu/kernels.cpp"
+ISAS = (os.environ.get("TILED_ATTENTION_ISAS") or " ".join(ISA_FLAGS)).split()
+KERNEL_SOURCES = ["csrc/cpu/kernels.cpp", *sorted(glob("csrc/cpu/instances/*.cpp"))]
 KERNEL_FLAGS = [
     "-std=gnu++17",
     "-O3",
@@ -47,16 +47,14 @@ KERNEL_FLAGS = [
     "-fvisibility=hidden",
     "-fPIC",
 ]
-KERNEL_HEADERS = sorted([*glob("csrc/core/*.h"), *glob("csrc/cpu/*.h")])
 
-OPERATORS = ["csrc/attention.cpp", "csrc/linear_attention.cpp"]
+OPERATORS = ["csrc/attention.cpp", "csrc/linear_attention.cpp", "csrc/rotate.cpp"]
 # Stable ABI of torch 2.10 and later; no symbol of Python is used.
 MACROS = [("TORCH_TARGET_VERSION", "0x020a000000000000"), ("TORCH_STABLE_ONLY", None), ("Py_LIMITED_API", "0x030a0000")]
 
 CUDA = os.environ.get("TILED_ATTENTION_CUDA") or "auto"
 CUDA_ARCHS = re.findall(r"\d+[af]?", (os.environ.get("TILED_ATTENTION_CUDA_ARCHS") or "80 90 100 120").replace(".", ""))
 CUDA_KERNELS = sorted(glob("csrc/cuda/instances/*.cu"))
-CUDA_HEADERS = sorted([*glob("csrc/core/*.h"), *glob("csrc/cuda/*.h"), *glob("csrc/cuda/*.cuh")])
 CUDA_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", "-Icsrc"]
 
 
@@ -90,24 +88,62 @@ def gencode() -> list[str]:
     return [*targets, f"-gencode=arch=compute_{CUDA_ARCHS[-1]},code=compute_{CUDA_ARCHS[-1]}"]
 
 
-def compile_cuda(folder: str) -> list[str]:
-    """The objects of the CUDA kernels, compiled side by side into `folder` where they are older than what they are made of."""
-    os.makedirs(folder, exist_ok=True)
-    names = " ".join([*(f"sm_{arch}" for arch in CUDA_ARCHS), f"compute_{CUDA_ARCHS[-1]}"])
-    compiler = nvcc()
+def up_to_date(target: str) -> bool:
+    """Whether an object is newer than all it was made of, which the compiler listed beside it."""
+    try:
+        with open(target.removesuffix(".o") + ".d") as listed:
+            made_of = listed.read().replace("\\\n", " ").partition(": ")[2].split()
+        age = os.path.getmtime(target)
+        return all(os.path.getmtime(path) < age for path in [*made_of, "setup.py"])
+    except OSError:
+        return False
 
-    def compiled(source: str) -> str:
-        target = os.path.join(folder, os.path.basename(source).removesuffix(".cu") + ".o")
-        if not os.path.exists(target) or newer_group([source, *CUDA_HEADERS, "setup.py"], target):
-            command = [compiler, *CUDA_FLAGS, *gencode(), f'-DTILED_ATTENTION_CUDA_ARCHS="{names}"', "-c", source, "-o", target]
+
+def compile_objects(commands: dict[str, list[str]]) -> None:
+    """Runs the compilers side by side, each for its object where that is out of date; CompileError with what the first one to fail said."""
+
+    def compiled(item: tuple[str, list[str]]) -> None:
+        target, command = item
+        if not up_to_date(target):
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            command = [*command, "-MMD", "-MF", target.removesuffix(".o") + ".d", "-o", target]
             print(" ".join(command), flush=True)
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                raise CudaMissing(f"{source} does not compile:\n{done.stdout}{done.stderr}")
-        return target
+                if os.path.exists(target):
+                    os.remove(target)
+                raise CompileError(f"{target} cannot be made:\n{done.stdout}{done.stderr}")
 
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
-        return list(pool.map(compiled, CUDA_KERNELS))
+        try:
+            list(pool.map(compiled, commands.items()))
+        except CompileError:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def object_of(folder: str, source: str) -> str:
+    return os.path.join(folder, os.path.splitext(os.path.basename(source))[0] + ".o")
+
+
+def compile_kernels(compiler: list[str], folder: str) -> list[str]:
+    """The objects of the CPU kernels, one folder for each instruction set."""
+    commands = {}
+    for isa in ISAS:
+        for source in KERNEL_SOURCES:
+            target = object_of(os.path.join(folder, isa), source)
+            commands[target] = [*compiler, *KERNEL_FLAGS, *ISA_FLAGS[isa], f"-DKERNEL_ISA={isa}", "-c", source]
+    compile_objects(commands)
+    return list(commands)
+
+
+def compile_cuda(folder: str) -> list[str]:
+    """The objects of the CUDA kernels."""
+    names = " ".join([*(f"sm_{arch}" for arch in CUDA_ARCHS), f"compute_{CUDA_ARCHS[-1]}"])
+    command = [nvcc(), *CUDA_FLAGS, *gencode(), f'-DTILED_ATTENTION_CUDA_ARCHS="{names}"', "-c"]
+    commands = {object_of(folder, source): [*command, source] for source in CUDA_KERNELS}
+    compile_objects(commands)
+    return list(commands)
 
 
 def cuda_extension() -> list[Extension]:
@@ -128,7 +164,7 @@ def cuda_extension() -> list[Extension]:
     extension = Extension(
         "tiled_attention._cuda",
         sources=["csrc/cuda_library.cpp", *OPERATORS],
-        depends=[*sorted(glob("csrc/*.h")), *CUDA_HEADERS, *CUDA_KERNELS, "setup.py"],
+        depends=[*sorted(glob("csrc/*.h")), *glob("csrc/core/*.h"), *glob("csrc/cuda/*"), *CUDA_KERNELS, "setup.py"],
         include_dirs=include_paths(),
         define_macros=[*MACROS, ("TILED_ATTENTION_BACKEND_CUDA", None), ("USE_CUDA", None)],
         extra_compile_args=["-O2", "-g0", "-fvisibility=hidden"],
@@ -140,41 +176,10 @@ def cuda_extension() -> list[Extension]:
     return [extension]
 
 
-def kernel_library(isa: str, flags: list[str]) -> tuple[str, dict]:
-    """One object library for build_clib."""
-    return f"tiled_attention_{isa}", {
-        "sources": [KERNEL_SOURCE],
-        "obj_deps": {"": [*KERNEL_HEADERS, "setup.py"]},
-        "macros": [("KERNEL_ISA", isa)],
-        "cflags": [*KERNEL_FLAGS, *flags],
-    }
-
-
-class BuildKernels(build_clib):
-    """Compiles the object libraries side by side, each in a folder of its own since all have the same source."""
-
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        build_base = self.get_finalized_command("build").build_base
-        self.build_clib = os.path.join(build_base, f"kernels-{sysconfig.get_platform()}")
-
-    def build_libraries(self, libraries: list) -> None:
-        def build(library: tuple) -> None:
-            command = copy.copy(self)
-            command.build_temp = os.path.join(self.build_clib, library[0])
-            super(BuildKernels, command).build_libraries([library])
-
-        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
-            list(pool.map(build, libraries))
-
-
 class BuildOperators(build_ext):
-    """Builds the object libraries first. Asks for C++17 where the compiler's default is older, and otherwise leaves the standard to the
-    compiler and to torch's headers. A failure of the CUDA extension costs only that extension, unless TILED_ATTENTION_CUDA=1."""
-
-    def run(self) -> None:
-        self.run_command("build_clib")
-        super().run()
+    """Compiles the kernels first, then links each library with its own. Asks for C++17 where the compiler's default is older, and otherwise
+    leaves the standard to the compiler and to torch's headers. A failure of the CUDA extension costs only that extension, unless
+    TILED_ATTENTION_CUDA=1."""
 
     def build_extensions(self) -> None:
         compiler = getattr(self.compiler, "compiler_so_cxx", None) or self.compiler.compiler_so
@@ -186,15 +191,16 @@ class BuildOperators(build_ext):
         super().build_extensions()
 
     def build_extension(self, extension: Extension) -> None:
+        folder = os.path.join(self.get_finalized_command("build").build_base, f"kernels-{sysconfig.get_platform()}")
         if not extension.name.endswith("._cuda"):
+            compiler = getattr(self.compiler, "compiler_so_cxx", None) or self.compiler.compiler_so
+            extension.extra_objects = compile_kernels(compiler, folder)
             return super().build_extension(extension)
         # The operators are compiled a second time, beside the objects of the first.
         command = copy.copy(self)
         command.build_temp = os.path.join(self.build_temp, "cuda")
         try:
-            build_base = self.get_finalized_command("build").build_base
-            folder = f"cuda-{sysconfig.get_platform()}-{'-'.join(CUDA_ARCHS)}"
-            extension.extra_objects = compile_cuda(os.path.join(build_base, folder))
+            extension.extra_objects = compile_cuda(folder.replace("kernels-", "cuda-") + f"-{'-'.join(CUDA_ARCHS)}")
             super(BuildOperators, command).build_extension(extension)
         except (CudaMissing, CCompilerError) as problem:
             if CUDA == "1":
@@ -203,15 +209,17 @@ class BuildOperators(build_ext):
             self.extensions.remove(extension)
 
 
+if unknown := sorted(set(ISAS) - set(ISA_FLAGS)):
+    sys.exit(f"TILED_ATTENTION_ISAS must name instruction sets of {', '.join(ISA_FLAGS)}, got {' '.join(unknown)}")
+
 setup(
-    libraries=[kernel_library(isa, flags) for isa, flags in ISA_FLAGS.items()],
     ext_modules=[
         Extension(
             "tiled_attention._cpu",
             sources=["csrc/library.cpp", *OPERATORS, "csrc/cpu/select.cpp"],
-            depends=[*sorted(glob("csrc/*.h")), *KERNEL_HEADERS, KERNEL_SOURCE, "setup.py"],
+            depends=[*sorted(glob("csrc/*.h")), *glob("csrc/core/*.h"), *glob("csrc/cpu/*"), *KERNEL_SOURCES, "setup.py"],
             include_dirs=include_paths(),
-            define_macros=MACROS,
+            define_macros=[*MACROS, *((f"TILED_ATTENTION_ISA_{isa.upper()}", None) for isa in ISAS)],
             extra_compile_args=["-O2", "-g0", "-fvisibility=hidden"],
             library_dirs=library_paths(),
             libraries=["torch", "torch_cpu", "c10"],
@@ -220,6 +228,6 @@ setup(
         ),
         *cuda_extension(),
     ],
-    cmdclass={"build_clib": BuildKernels, "build_ext": BuildOperators},
+    cmdclass={"build_ext": BuildOperators},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -42,6 +42,19 @@ struct ScoreShape {
   int64_t leading() const { return rank - 3; }
 };
 
+// A bias by distance: (..., num_heads or 1, 1, seqlen_q + seqlen_kv - 1), element t for the keys j of row i with j - i = t - (seqlen_q - 1).
+// One row is not told apart from an ordinary bias, and means the same.
+bool is_by_distance(const Tensor& bias, const AttentionParams& params) {
+  return bias.rank >= 2 && params.seqlen_q > 1 && params.seqlen_kv > 0 && bias.size(-2) == 1 && bias.size(-1) == params.seqlen_q + params.seqlen_kv - 1;
+}
+
+// `tensor` is such a bias or its gradient: element (i, j) at data + j - i.
+void view_by_distance(const Tensor& tensor, int64_t seqlen_q, TensorView* view) {
+  const auto offset = (seqlen_q - 1) * tensor.stride(-1) * static_cast<int64_t>(aoti_torch_dtype_element_size(tensor.dtype));
+  view->data = static_cast<char*>(view->data) + offset;
+  view->row_stride = -view->col_stride;
+}
+
 // Checks all arguments, fills `params` but for results and batch dimensions, and adds the tensors to `batch_dims`.
 ScoreShape check_attention(AttentionArguments* args, AttentionParams* params, BatchDims* batch_dims) {
   const Tensor& query = args->query;
@@ -63,8 +76,12 @@ ScoreShape check_attention(AttentionArguments* args, AttentionParams* params, Ba
     if (args->bias.dtype != real && !is_16_bit(args->bias.dtype)) {
       fail("bias must be ", DTypeName{real}, ", bfloat16 or float16 beside a query of ", DTypeName{query.dtype}, ", got ", DTypeName{args->bias.dtype});
     }
-    check_broadcastable(args->bias, scores.sizes, scores.rank);
+    const bool by_distance = is_by_distance(args->bias, *params);
+    ScoreShape expected = scores;
+    if (by_distance) expected.sizes[scores.rank - 2] = 1, expected.sizes[scores.rank - 1] = args->bias.size(-1);
+    check_broadcastable(args->bias, expected.sizes, scores.rank);
     batch_dims->add(args->bias, dtype_of(args->bias), &params->bias);
+    if (by_distance) view_by_distance(args->bias, params->seqlen_q, &params->bias);
   }
   params->alibi_slopes = check_array(&args->alibi_slopes, real, params->num_heads);
   params->sinks = check_array(&args->sinks, real, params->num_heads);
@@ -181,6 +198,7 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
   if (wants(kBias)) {
     grads[kBias] = empty_contiguous(names[kBias], real, args.bias.device, args.bias.rank, args.bias.sizes);
     batch_dims.add(grads[kBias], real == codes.float64 ? DType::kFloat64 : DType::kFloat32, &params.grad_bias);
+    if (is_by_distance(args.bias, forward)) view_by_distance(grads[kBias], forward.seqlen_q, &params.grad_bias);
   }
   for (int i : {kAlibiSlopes, kSinks}) {
     if (wants(i)) grads[i] = empty_contiguous(names[i], real, args.query.device, 1, &forward.num_heads);

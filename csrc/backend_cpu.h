@@ -19,6 +19,7 @@ class Backend {
   void linear_fwd(const LinearAttentionParams& params) const { run(table_.linear_fwd_scratch, table_.linear_fwd, params); }
   void linear_bwd(const LinearAttentionBackwardParams& params) const { run(table_.linear_bwd_scratch, table_.linear_bwd, params); }
   void linear_step(const LinearAttentionParams& params) const { table_.linear_step(params, thread_pool()); }
+  void rotate(const RotateParams& params) const { table_.rotate(params, thread_pool()); }
   void dropout_mask(const DropoutParams& params, const int64_t (&sizes)[4], void* keep) const {
     table_.dropout_mask(params, sizes[0], sizes[1], sizes[2], sizes[3], thread_pool(), static_cast<bool*>(keep));
   }

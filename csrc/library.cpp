@@ -89,6 +89,8 @@ STABLE_TORCH_LIBRARY(tiled_attention, m) {
   m.def("linear_attention_step(" LINEAR_INPUTS
         "Tensor kv, Tensor k_sum, int query_map, int key_map, bool normalize, float scale) -> (Tensor out, Tensor kv, Tensor k_sum)");
   m.def("linear_attention_step_(" LINEAR_INPUTS "Tensor(a!) kv, Tensor(b!) k_sum, int query_map, int key_map, bool normalize, float scale) -> Tensor");
+  // rows (..., num_heads, seqlen, head_dim), table (..., 1, seqlen, rotary_dim) or without leading dimensions.
+  m.def("rotate(Tensor rows, Tensor table, bool interleaved, bool transposed) -> Tensor");
   m.def("dropout_mask(Tensor seed, float dropout_p, SymInt batch, SymInt num_heads, SymInt seqlen_q, SymInt seqlen_kv, "
         "SymInt[] dropout_offsets) -> Tensor");
   m.def("_mask_dense(SymInt[] intervals, Tensor? key_lengths, Tensor? documents, Tensor? query_offset, SymInt batch, "

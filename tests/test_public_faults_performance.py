@@ -64,7 +64,7 @@ def step(seqlen_q, seqlen_kv, heads=1, heads_kv=1, dim=32, dtype="float32", back
     query = torch.randn(1, heads, seqlen_q, dim).to(dtype)
     key, value = (torch.randn(1, heads_kv, seqlen_kv, dim).to(dtype) for _ in range(2))
     if bias:
-        options["bias"] = torch.randn([{"L": seqlen_q, "S": seqlen_kv}.get(size, size) for size in bias])
+        options["bias"] = torch.randn([{"L": seqlen_q, "S": seqlen_kv, "D": seqlen_q + seqlen_kv - 1}.get(size, size) for size in bias])
     if mask:
         names = {"torch": torch, "Bool": lambda *shape: torch.rand([seqlen_kv if s == "S" else s for s in shape]) < 0.9}
         options["mask"] = eval(mask, vars(ta) | names)
@@ -122,6 +122,12 @@ def test_a9_memory_of_a_bias_gradient():
     """The gradient of a (1, 1, 4096, 4096) float32 bias is 64 MB; nothing else of that size may be there."""
     (extra,) = extra_memory({"seqlen_q": 4096, "seqlen_kv": 4096, "bias": [1, 1, "L", "S"]})
     assert extra < 64 + 14
+
+
+def test_memory_of_relative_positions():
+    """A bias by distance and its gradient hold 8191 elements, not 4096 x 4096."""
+    (extra,) = extra_memory({"seqlen_q": 4096, "seqlen_kv": 4096, "bias": [1, 1, 1, "D"]})
+    assert extra < 14
 
 
 def test_p3_memory_of_a_window_follows_the_length():

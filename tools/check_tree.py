@@ -75,19 +75,19 @@ def symbols(path: Path, *options: str) -> set[str]:
 
 def check_symbols() -> list[str]:
     """No symbol is defined by the objects of two instruction sets (the linker would keep either copy); the library has none of Python's."""
-    archives = sorted((ROOT / "build").glob("**/libtiled_attention_*.a"))
+    folders = sorted({path.parent for path in (ROOT / "build").glob("kernels-*/*/*.o")})
     libraries = sorted((ROOT / "python/tiled_attention").glob("*.so"))
-    if not archives or not libraries:
-        return ["build/: no object libraries or operator library found; build first (make dev)"]
+    if not folders or not libraries:
+        return ["build/: no objects of kernels or no operator library found; build first (make dev)"]
     owners: dict[str, list[str]] = {}
-    for archive in archives:
-        for name in symbols(archive, "--defined-only", "--extern-only"):
-            owners.setdefault(name, []).append(archive.name)
+    for folder in folders:
+        for name in set().union(*(symbols(path, "--defined-only", "--extern-only") for path in folder.glob("*.o"))):
+            owners.setdefault(name, []).append(folder.name)
     problems = [f"{name}: defined in {', '.join(names)}" for name, names in sorted(owners.items()) if len(names) > 1]
     for library in libraries:
         python = sorted(name for name in symbols(library, "-D", "--undefined-only") if re.match(r"_?Py[A-Z_]", name))
         problems += [f"{library.name}: needs {name}; the operator library has no Python symbol" for name in python]
-    print(f"{len(owners)} symbols in {len(archives)} object libraries")
+    print(f"{len(owners)} symbols in the objects of {len(folders)} instruction sets")
     return problems
 
 

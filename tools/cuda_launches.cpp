@@ -275,6 +275,14 @@ void run_others() {
   dropout.seed = static_cast<const int64_t*>(pointer());
   RUN(dropout_mask, dropout, 2, 4, 70000, 130, static_cast<bool*>(pointer()), nullptr);
   RUN(mask_dense, MaskParams{}, 2, 70000, 130, static_cast<bool*>(pointer()), nullptr);
+  for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16}) {
+    RotateParams p;
+    p.dtype = dtype;
+    p.num_heads = 4, p.seqlen = 70000, p.head_dim = 80, p.rotary_dim = 64;
+    p.rows = view(dtype, 4, 70000, 80, true), p.out = view(dtype, 4, 70000, 80, true);
+    p.table = view(dtype == DType::kFloat64 ? dtype : DType::kFloat32, 1, 70000, 64, true);
+    RUN(rotate, p, nullptr);
+  }
   for (const DType dtype : {DType::kFloat32, DType::kFloat64}) {
     AttentionBackwardParams b;
     b.forward = exact(dtype, {2, 4, 2, 70, 0, 64, 64}, 8, true);

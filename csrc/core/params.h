@@ -60,7 +60,7 @@ struct AttentionParams {
   DropoutParams dropout;
   TensorView query, key, value;
   TensorView bool_mask;        // bytes, 0 = masked; broadcast dimensions have stride 0; may be absent
-  TensorView bias;             // Real, kBFloat16 or kFloat16; may be absent
+  TensorView bias;             // Real, kBFloat16 or kFloat16; may be absent. By distance (is_by_distance): data is where i = j = 0 lies
   const void* alibi_slopes = nullptr;  // Real [num_heads], may be null
   const void* sinks = nullptr;         // Real [num_heads], may be null
   TensorView out;              // dtype
@@ -73,7 +73,7 @@ struct AttentionBackwardParams {
   TensorView grad_out;              // dtype
   const void* grad_lse = nullptr;   // Real, laid out like lse; may be null
   TensorView grad_query, grad_key, grad_value;  // dtype; absent ones are not computed
-  TensorView grad_bias;             // Real, contiguous, summed over what it broadcasts along (strides 0); may be absent
+  TensorView grad_bias;             // Real, contiguous, summed over what it broadcasts along (strides 0) or is the same at; may be absent
   void *grad_alibi_slopes = nullptr, *grad_sinks = nullptr;  // Real [num_heads], may be null
 };
 
@@ -107,6 +107,19 @@ struct LinearAttentionParams {
   // Real, contiguous [batch][num_heads_kv][head_dim][head_dim_v] and [..][head_dim]. Initial: both null are zeros.
   const void *initial_kv = nullptr, *initial_k_sum = nullptr;
   void *final_kv = nullptr, *final_k_sum = nullptr;  // may be null in backward
+};
+
+// Rotary positions: the pairs (a, b) of a row's first `rotary_dim` columns become (a cos - b sin, b cos + a sin); the other columns are
+// copied. Pair k is columns k and k + rotary_dim / 2, or 2 k and 2 k + 1 where interleaved.
+struct RotateParams {
+  DType dtype = DType::kFloat32;
+  bool interleaved = false;
+  bool transposed = false;  // by -sin: what carries gradients back
+  int num_batch_dims = 0;
+  int64_t batch_sizes[kMaxBatchDims] = {};
+  int64_t batch = 1, num_heads = 0, seqlen = 0, head_dim = 0, rotary_dim = 0;
+  TensorView rows, out;  // dtype, (batch..., num_heads, seqlen, head_dim)
+  TensorView table;      // Real, adjacent columns: rotary_dim / 2 of cos, then as many of sin; may broadcast along all but them
 };
 
 struct LinearAttentionBackwardParams {

@@ -15,6 +15,8 @@ struct Matrix {
   HOST_DEVICE T* row(int64_t i) const { return data + i * row_stride; }
   HOST_DEVICE Matrix from(int64_t i) const { return {row(i), row_stride, col_stride}; }
 };
+// Whether element (i, j) depends on j - i alone: a row of seqlen_q + seqlen_kv - 1 elements, from j - i = 1 - seqlen_q on.
+HOST_DEVICE bool is_by_distance(const TensorView& view) { return view.col_stride != 0 && view.row_stride == -view.col_stride; }
 template <class Params>
 HOST_DEVICE int64_t batch_offset(const Params& p, const TensorView& view, int64_t batch) {
   int64_t offset = 0;

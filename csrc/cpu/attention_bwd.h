@@ -138,7 +138,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
       if (params.grad_alibi_slopes) ((Real*)params.grad_alibi_slopes)[head] = Real(slope);
       if (params.grad_sinks) ((Real*)params.grad_sinks)[head] = Real(sink);
     }
-    for (int64_t i = 0; i < doubles.num_bias; i++) ((Real*)params.grad_bias.data)[i] = Real(doubles.bias[i]);
+    Real* grad_bias = (Real*)params.grad_bias.data - Sums::bias_origin(params);
+    for (int64_t i = 0; i < doubles.num_bias; i++) grad_bias[i] = Real(doubles.bias[i]);
   }
 
   void pack_keys(int64_t head, int tile, const Packed& packed, const Buffers& buf) const {
@@ -157,7 +158,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     const int head_kv = int(head % p.num_heads_kv);
     const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
     const ScoreMods<Real> mods(p, mask, batch);
-    sums.clear(p.seqlen_kv);
+    sums.clear(p.seqlen_kv, group);
     const int begin = chunk_begin(chunk, chunks, int(p.seqlen_q), mask), end = chunk_begin(chunk + 1, chunks, int(p.seqlen_q), mask);
     if (begin >= end) return;
     const QueryTiles tiles(group, begin, end - begin, kTileQ);
@@ -190,13 +191,13 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     }
   }
 
-  // A bias of keys, the same for all rows: what was summed over the rows, [group][seqlen_kv].
+  // A bias of keys, the same for all rows, or by distance: what was summed over the rows, [group][bias_width].
   void add_bias_columns(int64_t head, const Sums& sums, double* bias) const {
     if (!sums.bias_columns) return;
     const TensorView& view = params.grad_bias;
     for (int g = 0; g < group; g++) {
       double* to = bias + bias_offset(head / p.num_heads_kv, head % p.num_heads_kv * group + g);
-      for (int64_t j = 0; j < p.seqlen_kv; j++) to[j * view.col_stride] += sums.bias_columns[g * p.seqlen_kv + j];
+      for (int64_t j = 0; j < sums.bias_width; j++) to[j * view.col_stride] += sums.bias_columns[g * sums.bias_width + j];
     }
   }
 
@@ -225,7 +226,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   void query_tile(int64_t batch, int head_kv, int rows, bool stacked, const ScoreMods<Real>& mods, const Packed& packed, const Sums& sums,
                   const Buffers& buf) const {
     this->pack_queries(batch, rows, mods.factor() < 0, buf);
-    if (params.grad_bias.row_stride != 0 && params.grad_bias.col_stride != 0)
+    if (params.grad_bias.data && !Sums::is_summed(params.grad_bias))
       for (int i = 0; i < rows; i++) clear_bias_row(batch, buf.rows[i]);
     memset(buf.grad_query, 0, int64_t(kTileQ) * sums.key_stride * sizeof(Real));
     BlockKeys blocks[kBlocks];
@@ -414,7 +415,9 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
       }
     if (sums.bias_columns)
       for_each_run(tile_rows, rows, [&](int first, int length) {
-        add_columns(grads + first * kTileKV, length, count, sums.bias_columns + tile_rows[first].head % group * p.seqlen_kv + begin);
+        double* to = sums.bias_columns + tile_rows[first].head % group * sums.bias_width + begin;
+        if (is_by_distance(params.grad_bias)) add_distances(grads + first * kTileKV, length, count, to + p.seqlen_q - 1 - tile_rows[first].query);
+        else add_columns(grads + first * kTileKV, length, count, to);
       });
     else if (params.grad_bias.col_stride != 0)
       for (int i = 0; i < rows; i++) add_bias_row(batch, tile_rows[i], begin, count, grads + i * kTileKV);
@@ -433,6 +436,11 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
       for (int i = 0; i < rows; i++) sum = sum + V::load(grads + i * kTileKV + j);
       for (int k = 0; k < V::kLanes && j + k < count; k++) to[j + k] += double(sum.v[k]);
     }
+  }
+  // Rows follow one another: each lies one element further back.
+  static void add_distances(const Real* grads, int rows, int count, double* to) {
+    for (int i = 0; i < rows; i++, grads += kTileKV, to--)
+      for (int j = 0; j < count; j++) to[j] += double(grads[j]);
   }
   void add_bias_row(int64_t batch, const TileRow& row, int begin, int count, const Real* grads) const {
     Real* to = (Real*)params.grad_bias.data + bias_offset(batch, row.head) + row.query * params.grad_bias.row_stride + begin;

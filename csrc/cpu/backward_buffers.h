@@ -78,15 +78,20 @@ struct BackwardPacked {
 template <class Real>
 struct BackwardSums {
   Real *grad_key, *grad_value;     // [seqlen_kv][stride]
-  double* bias_columns = nullptr;    // [group][seqlen_kv], where the gradient of bias has no rows
-  int64_t key_stride, value_stride, num_columns;
+  double* bias_columns = nullptr;    // [group][bias_width], where the gradient of bias has no rows
+  int64_t key_stride, value_stride, bias_width;
 
-  // Where a gradient of bias is a sum over rows, or over keys, it is kept in double until the end: this many elements of bias, 0 elsewhere.
+  // Where a gradient of bias is a sum over rows, over keys, or by distance, it is kept in double until the end.
+  static bool is_summed(const TensorView& bias) { return bias.data && (bias.row_stride == 0 || bias.col_stride == 0 || is_by_distance(bias)); }
+  // Distance of grad_bias's first element from where it is for row 0 and key 0.
+  static int64_t bias_origin(const AttentionBackwardParams& params) { return is_by_distance(params.grad_bias) ? params.forward.seqlen_q - 1 : 0; }
+  // This many elements of bias, 0 where they are not kept in double.
   static int64_t summed_bias(const AttentionBackwardParams& params) {
     const AttentionParams& p = params.forward;
     const TensorView& bias = params.grad_bias;
-    if (!bias.data || (bias.row_stride != 0 && bias.col_stride != 0)) return 0;
-    int64_t last = (p.num_heads - 1) * bias.head_stride + (p.seqlen_q - 1) * bias.row_stride + (p.seqlen_kv - 1) * bias.col_stride;
+    if (!is_summed(bias)) return 0;
+    const int64_t last_row = is_by_distance(bias) ? p.seqlen_q - 1 : (p.seqlen_q - 1) * bias.row_stride;
+    int64_t last = (p.num_heads - 1) * bias.head_stride + last_row + (p.seqlen_kv - 1) * bias.col_stride;
     for (int d = 0; d < p.num_batch_dims; d++) last += (p.batch_sizes[d] - 1) * bias.batch_strides[d];
     return last + 1;
   }
@@ -98,13 +103,13 @@ struct BackwardSums {
     value_stride = round_up(int(p.head_dim_v), kLanes<Real>);
     grad_key = scratch.take<Real>(padded * key_stride);
     grad_value = scratch.take<Real>(padded * value_stride);
-    num_columns = p.num_heads / p.num_heads_kv * p.seqlen_kv;
-    if (params.grad_bias.row_stride == 0 && params.grad_bias.col_stride != 0) bias_columns = scratch.take<double>(num_columns);
+    bias_width = bias_origin(params) + p.seqlen_kv;
+    if (params.grad_bias.col_stride != 0 && is_summed(params.grad_bias)) bias_columns = scratch.take<double>(p.num_heads / p.num_heads_kv * bias_width);
   }
-  void clear(int64_t seqlen_kv) const {
+  void clear(int64_t seqlen_kv, int64_t group) const {
     memset(grad_key, 0, seqlen_kv * key_stride * sizeof(Real));
     memset(grad_value, 0, seqlen_kv * value_stride * sizeof(Real));
-    if (bias_columns) memset(bias_columns, 0, num_columns * sizeof(double));
+    if (bias_columns) memset(bias_columns, 0, group * bias_width * sizeof(double));
   }
   // Adds the rows [begin, end) of another chunk.
   void add(const BackwardSums& other, int begin, int end) const {

@@ -27,6 +27,7 @@ struct Kernels {
   void (*linear_bwd)(const LinearAttentionBackwardParams&, const ThreadPool&, void* scratch);
   // One token from the initial state to the final one, which may be the same memory.
   void (*linear_step)(const LinearAttentionParams&, const ThreadPool&);
+  void (*rotate)(const RotateParams&, const ThreadPool&);
   // keep[batch][num_heads][seqlen_q][seqlen_kv], 1 = kept.
   void (*dropout_mask)(const DropoutParams&, int64_t batch, int64_t num_heads, int64_t seqlen_q, int64_t seqlen_kv, const ThreadPool&, bool* keep);
   // visible[batch][seqlen_q][seqlen_kv] by MaskParams alone.

@@ -15,16 +15,22 @@
 
 namespace tiled_attention {
 
+#ifdef TILED_ATTENTION_ISA_BASELINE
 namespace baseline {
 extern const Kernels kernels;
 }
-#ifdef __x86_64__
+#endif
+#ifdef TILED_ATTENTION_ISA_AVX2
 namespace avx2 {
 extern const Kernels kernels;
 }
+#endif
+#ifdef TILED_ATTENTION_ISA_AVX512
 namespace avx512 {
 extern const Kernels kernels;
 }
+#endif
+#ifdef TILED_ATTENTION_ISA_AVX512BF16
 namespace avx512bf16 {
 extern const Kernels kernels;
 }
@@ -32,17 +38,26 @@ extern const Kernels kernels;
 
 namespace {
 
-// Each set contains the one before it, so what a CPU runs is a prefix of the list.
-const Kernels* const all_kernels[] = {
-    &baseline::kernels,
-#ifdef __x86_64__
-    &avx2::kernels,
-    &avx512::kernels,
-    &avx512bf16::kernels,
+// Each set contains the one before it. `level`: how many of the four a CPU must run.
+const struct {
+  const Kernels* kernels;
+  int level;
+} built[] = {
+#ifdef TILED_ATTENTION_ISA_BASELINE
+    {&baseline::kernels, 1},
+#endif
+#ifdef TILED_ATTENTION_ISA_AVX2
+    {&avx2::kernels, 2},
+#endif
+#ifdef TILED_ATTENTION_ISA_AVX512
+    {&avx512::kernels, 3},
+#endif
+#ifdef TILED_ATTENTION_ISA_AVX512BF16
+    {&avx512bf16::kernels, 4},
 #endif
 };
 
-int count_available() {
+int find_level() {
 #ifdef __x86_64__
   __builtin_cpu_init();
   // Not every compiler's __builtin_cpu_supports knows f16c. Whoever supports avx saves its registers.
@@ -58,17 +73,25 @@ int count_available() {
 #endif
 }
 
+// What this CPU runs of what was built is a prefix of the list.
 int num_available() {
-  static const int count = count_available();
+  static const int count = [] {
+    const int level = find_level();
+    int n = 0;
+    for (const auto& entry : built) n += entry.level <= level;
+    return n;
+  }();
   return count;
 }
 
 const Kernels* choose() {
   const char* wanted = std::getenv("TILED_ATTENTION_ISA");
-  if (!wanted || !*wanted) return all_kernels[num_available() - 1];
+  if (num_available() == 0)
+    throw std::runtime_error("tiled_attention was built for instruction sets that this CPU lacks: see TILED_ATTENTION_ISAS in setup.py");
+  if (!wanted || !*wanted) return built[num_available() - 1].kernels;
   if (const Kernels* found = find_kernels(wanted)) return found;
   std::string message = "the environment variable TILED_ATTENTION_ISA must name an instruction set of this CPU (";
-  for (int i = 0; i < num_available(); ++i) message.append(i ? ", " : "").append(all_kernels[i]->isa);
+  for (int i = 0; i < num_available(); ++i) message.append(i ? ", " : "").append(built[i].kernels->isa);
   throw std::runtime_error(message + "), got " + wanted);
 }
 
@@ -87,7 +110,7 @@ const Kernels& kernels() {
 
 const Kernels* find_kernels(const char* isa) {
   for (int i = 0; i < num_available(); ++i) {
-    if (std::strcmp(isa, all_kernels[i]->isa) == 0) return all_kernels[i];
+    if (std::strcmp(isa, built[i].kernels->isa) == 0) return built[i].kernels;
   }
   return nullptr;
 }
@@ -95,7 +118,7 @@ const Kernels* find_kernels(const char* isa) {
 void set_kernels(const Kernels& kernels) { chosen.store(&kernels, std::memory_order_release); }
 
 int available_isas(const char* (&names)[4]) {
-  for (int i = 0; i < num_available(); ++i) names[i] = all_kernels[i]->isa;
+  for (int i = 0; i < num_available(); ++i) names[i] = built[i].kernels->isa;
   return num_available();
 }
 

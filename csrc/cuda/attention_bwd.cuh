@@ -32,6 +32,7 @@ void launch_attention_bwd(const AttentionBackwardParams& params, const BackwardW
   else launch_pair_grads<T, D, false>(params, work, stream);
   if (params.grad_alibi_slopes) sum_parts((float*)params.grad_alibi_slopes, work.slope_parts, p.batch, p.num_heads, work.slope_tiles, stream);
   if (!bias_has_columns(params) || bias_is_full(params)) return;
+  if (is_by_distance(params.grad_bias)) return launch_distance_grad<T, D>(params, work, stream);
   launch_bias_grad<T, D>(params, work, stream);
   if (work.bias_parts) sum_parts((float*)params.grad_bias.data, work.bias_parts, work.bias_splits, work.bias_elements, 1, stream);
 }

@@ -1,6 +1,7 @@
 #pragma once
 // The gradient of a bias that is broadcast over batch items, heads or rows: one block per tile of the bias, and per split of what is summed in it. The
-// scores of all summed pairs are computed again, so that every element is one sum in registers and nothing is added in memory.
+// scores of all summed pairs are computed again, so that every element is one sum in registers and nothing is added in memory. By distance: one block
+// per head and diagonal of tiles, whose tiles have the same distances at the same places.
 
 #include "attention_bwd_tile.cuh"
 
@@ -12,11 +13,14 @@ struct BiasGradTile {
   using T = T_;
   static constexpr int D = D_, kWarps = 4, kThreads = 32 * kWarps, kRows = 16 * kWarps, kKeys = bias_keys(D);
   static constexpr int kSharedBytes = 2 * (kRows + kKeys) * D * int(sizeof(T));
+  // The tile of sums by distance: in the place of the queries where it fits.
+  static constexpr int kStride = kKeys + 1, kSumBytes = kRows * kStride * int(sizeof(float));
+  static constexpr bool kSumsOverQueries = kSumBytes <= kRows * D * int(sizeof(T));
 };
 
 namespace {
 
-template <class Tile>
+template <class Tile, bool kByDistance>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     attention_bwd_bias_kernel(const __grid_constant__ AttentionBackwardParams params, const __grid_constant__ BackwardWork work) {
   using T = typename Tile::T;
@@ -29,19 +33,32 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   T* const grad_outs = carve.template take<T>(kRows * D);
   T* const keys = carve.template take<T>(kKeys * D);
   T* const values = carve.template take<T>(kKeys * D);
+  float* const tile_sums = !kByDistance             ? nullptr
+                           : Tile::kSumsOverQueries ? reinterpret_cast<float*>(queries)
+                                                    : carve.template take<float>(kRows * Tile::kStride);
 
   const AttentionParams& p = params.forward;
   const RowTable& table = work.table;
   const bool has_rows = params.grad_bias.row_stride != 0;
   const BiasGrid grid(p, params.grad_bias, kKeys);
-  int64_t index = blockIdx.x;
-  const int first_key = int(index % grid.key_tiles) * kKeys;
-  index /= grid.key_tiles;
-  const int64_t row_tile = index % grid.row_tiles;
-  index /= grid.row_tiles;
-  const int64_t slice = index % grid.slices, split = index / grid.slices;
+  const DistanceGrid distances(p, kRows, kKeys);
+  const int64_t query_tiles = (p.seqlen_q + kRows - 1) / kRows;
+  int64_t index = blockIdx.x, first_step, last_step;
+  int column_of_tile = 0;  // its first key; by distance that of the first tile of queries, and may be negative
+  if (kByDistance) {
+    column_of_tile = int(index % distances.diagonals - distances.first) * kKeys;
+    index /= distances.diagonals;
+    first_step = max_of(int64_t(0), (-int64_t(column_of_tile) + kRows - 1) / kRows);
+    last_step = query_tiles;
+  } else {
+    column_of_tile = int(index % grid.key_tiles) * kKeys;
+    index /= grid.key_tiles;
+  }
+  const int64_t row_tile = kByDistance ? 0 : index % grid.row_tiles;
+  if (!kByDistance) index /= grid.row_tiles;
+  const int64_t slice = kByDistance ? index : index % grid.slices, split = kByDistance ? 0 : index / grid.slices;
+  if (!kByDistance) first_step = split * grid.steps / grid.splits, last_step = (split + 1) * grid.steps / grid.splits;
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-  const int64_t query_tiles = (p.seqlen_q + kRows - 1) / kRows, last_key = min_of(int64_t(first_key) + kKeys, p.seqlen_kv);
 
   PairTile<1, kTiles> sum;
   clear<1, kTiles>(sum);
@@ -49,17 +66,20 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const Fragments<D> key_columns = Fragments<D>::b_transposed(keys, lane), value_columns = Fragments<D>::b_transposed(values, lane);
 
   int64_t loaded_key = -1, loaded_value = -1;  // where the keys and values in shared memory begin
-  for (int64_t step = split * grid.steps / grid.splits; step < (split + 1) * grid.steps / grid.splits; step++) {
-    const int64_t first_query = (has_rows ? row_tile : step % query_tiles) * kRows;
+  for (int64_t step = first_step; step < last_step; step++) {
+    const int64_t first_query = (kByDistance ? step : has_rows ? row_tile : step % query_tiles) * kRows;
     int64_t batch, head;
-    BiasSlices::find(p, params.grad_bias, slice, has_rows ? step : step / query_tiles, &batch, &head);
+    if (kByDistance) batch = slice / p.num_heads, head = slice % p.num_heads;
+    else BiasSlices::find(p, params.grad_bias, slice, has_rows ? step : step / query_tiles, &batch, &head);
+    const int64_t first_key = kByDistance ? column_of_tile + first_query : column_of_tile, last_key = min_of(first_key + kKeys, p.seqlen_kv);
+    if (kByDistance && first_key >= p.seqlen_kv) break;
     if (!table.bounds_of(batch, first_query, kRows).sees(first_key, last_key)) continue;
     const int64_t item = batch * p.num_heads + head;
     const BackwardHead& at_head = work.heads[item];
     __syncthreads();
     load_tile<D, kRows, kThreads>(queries, {matrix_at<const T>(p.query, at_head.query), p.seqlen_q, p.head_dim}, first_query);
     load_tile<D, kRows, kThreads>(grad_outs, {matrix_at<const T>(params.grad_out, at_head.grad_out), p.seqlen_q, p.head_dim_v}, first_query);
-    if (loaded_key < 0 || at_head.key != loaded_key || at_head.value != loaded_value) {
+    if (kByDistance || loaded_key < 0 || at_head.key != loaded_key || at_head.value != loaded_value) {
       load_tile<D, kKeys, kThreads>(keys, {matrix_at<const T>(p.key, at_head.key), p.seqlen_kv, p.head_dim}, first_key);
       load_tile<D, kKeys, kThreads>(values, {matrix_at<const T>(p.value, at_head.value), p.seqlen_kv, p.head_dim_v}, first_key);
       loaded_key = at_head.key, loaded_value = at_head.value;
@@ -82,7 +102,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       const float lse = work.rows.lse[at], minus_delta = work.rows.minus_delta[at], shift = work.rows.shift[at];
 #pragma unroll
       for (int n = 0; n < kTiles; n++) {
-        const int column = first_key + n * 8 + 2 * t;
+        const int column = int(first_key) + n * 8 + 2 * t;
         bool kept[2] = {true, true};
         if (features.dropout.active) features.dropout.keeps_two(row, column, kept[0], kept[1]);
 #pragma unroll
@@ -96,6 +116,16 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
   }
 
+  if (kByDistance) {
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < kTiles; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) tile_sums[(warp * 16 + g + 8 * (i >> 1)) * Tile::kStride + n * 8 + 2 * t + (i & 1)] = sum[0][n][i];
+    __syncthreads();
+    store_distances(tile_sums, kRows, kKeys, Tile::kStride, kThreads, work.bias_parts + int64_t(blockIdx.x) * distances.width);
+    return;
+  }
   int64_t batch, head;
   BiasSlices::find(p, params.grad_bias, slice, 0, &batch, &head);
   Matrix<float> to = matrix_at<float>(params.grad_bias, work.heads[batch * p.num_heads + head].grad_bias);
@@ -105,7 +135,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     for (int n = 0; n < kTiles; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int64_t row = row_tile * kRows + warp * 16 + g + 8 * (i >> 1), column = first_key + n * 8 + 2 * t + (i & 1);
+        const int64_t row = row_tile * kRows + warp * 16 + g + 8 * (i >> 1), column = column_of_tile + n * 8 + 2 * t + (i & 1);
         if (row < p.seqlen_q && column < p.seqlen_kv) to.row(row)[column * to.col_stride] = sum[0][n][i];
       }
     return;
@@ -122,8 +152,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
   __syncthreads();
   const int column = int(threadIdx.x);
-  if (column < kKeys && first_key + column < p.seqlen_kv)
-    to.data[(first_key + column) * to.col_stride] = (column_sums[0][column] + column_sums[1][column]) + (column_sums[2][column] + column_sums[3][column]);
+  if (column < kKeys && column_of_tile + column < p.seqlen_kv)
+    to.data[(column_of_tile + column) * to.col_stride] = (column_sums[0][column] + column_sums[1][column]) + (column_sums[2][column] + column_sums[3][column]);
 }
 
 }  // namespace
@@ -132,8 +162,19 @@ template <class T, int D>
 void launch_bias_grad(const AttentionBackwardParams& params, const BackwardWork& work, void* stream) {
   using Tile = BiasGradTile<T, D>;
   const BiasGrid grid(params.forward, params.grad_bias, Tile::kKeys);
-  SIMT_LAUNCH(attention_bwd_bias_kernel<Tile>, unsigned(grid.key_tiles * grid.row_tiles * grid.slices * grid.splits), Tile::kThreads, Tile::kSharedBytes,
-              stream, params, work);
+  constexpr auto kernel = &attention_bwd_bias_kernel<Tile, false>;
+  SIMT_LAUNCH(kernel, unsigned(grid.key_tiles * grid.row_tiles * grid.slices * grid.splits), Tile::kThreads, Tile::kSharedBytes, stream, params, work);
+}
+
+template <class T, int D>
+void launch_distance_grad(const AttentionBackwardParams& params, const BackwardWork& work, void* stream) {
+  using Tile = BiasGradTile<T, D>;
+  const AttentionParams& p = params.forward;
+  const DistanceGrid grid(p, Tile::kRows, Tile::kKeys);
+  constexpr auto kernel = &attention_bwd_bias_kernel<Tile, true>;
+  constexpr int bytes = Tile::kSharedBytes + (Tile::kSumsOverQueries ? 0 : Tile::kSumBytes);
+  SIMT_LAUNCH(kernel, unsigned(p.batch * p.num_heads * grid.diagonals), Tile::kThreads, bytes, stream, params, work);
+  sum_distances<float>(p, params.grad_bias, grid, work.bias_parts, stream);
 }
 
 }  // namespace cuda

@@ -119,7 +119,7 @@ struct BackwardWork {
   float* sink_parts;   // [batch][num_heads][padded / kStatRows]
   float* bias_rows;    // of a bias without columns: [batch][num_heads][seqlen_q], or [..][padded / kStatRows] where it has no rows either
   float* slope_parts;  // [batch][num_heads][slope_tiles]
-  float* bias_parts;   // [bias_splits][bias_elements]; null where one split writes the result
+  float* bias_parts;   // [bias_splits][bias_elements]; null where one split writes the result; by distance as sum_distances() reads them
   int64_t slope_tiles, bias_splits, bias_elements;
   bool full_bias;  // bias_is_full()
 };
@@ -128,7 +128,8 @@ struct BackwardWork {
 inline bool bias_has_columns(const AttentionBackwardParams& params) { return params.grad_bias.data && params.grad_bias.col_stride != 0; }
 // Every pair has an element of its own: written where the scores are at hand.
 inline bool bias_is_full(const AttentionBackwardParams& params) {
-  return bias_has_columns(params) && params.grad_bias.row_stride != 0 && BiasSlices(params.forward, params.grad_bias).summed == 1;
+  const TensorView& bias = params.grad_bias;
+  return bias_has_columns(params) && bias.row_stride != 0 && !is_by_distance(bias) && BiasSlices(params.forward, bias).summed == 1;
 }
 
 // Blocks of the kernel that sums a broadcast bias: tiles of the bias times splits of what is summed. Enough blocks for any device, at most
@@ -175,6 +176,9 @@ inline BackwardWork take_backward_work(const AttentionBackwardParams& params, Sc
   work.bias_elements = bias_elements(p, params.grad_bias), work.full_bias = bias_is_full(params);
   if (!bias_has_columns(params)) {
     work.bias_rows = scratch->take<float>(heads * (params.grad_bias.row_stride != 0 ? p.seqlen_q : rows.padded / kStatRows));
+  } else if (is_by_distance(params.grad_bias)) {
+    const DistanceGrid grid(p, kBiasRows, bias_keys(padded_head_dim(p)));
+    work.bias_parts = scratch->take<float>(heads * grid.diagonals * grid.width);
   } else if (!work.full_bias) {
     work.bias_splits = BiasGrid(p, params.grad_bias, bias_keys(padded_head_dim(p))).splits;
     if (work.bias_splits > 1) work.bias_parts = scratch->take<float>(work.bias_splits * work.bias_elements);

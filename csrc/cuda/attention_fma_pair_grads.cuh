@@ -9,15 +9,21 @@ namespace tiled_attention {
 namespace cuda {
 
 // How the gradient of bias is found. A bias that is the same for all keys of a row changes lse alone, and its gradient needs no pairs.
-enum class BiasGradient { kNone, kPairs, kColumns, kRows };
+enum class BiasGradient { kNone, kPairs, kColumns, kRows, kDistances };
 
 inline BiasGradient bias_gradient(const AttentionBackwardParams& params) {
   const TensorView& view = params.grad_bias;
   if (!view.data) return BiasGradient::kNone;
+  if (is_by_distance(view)) return BiasGradient::kDistances;
   return view.col_stride == 0 ? BiasGradient::kRows : view.row_stride == 0 ? BiasGradient::kColumns : BiasGradient::kPairs;
 }
 
 constexpr int kSlopeRows = 64;
+// Keys of the tiles along whose diagonals a gradient by distance is summed; they have kSlopeRows queries.
+template <bool kDouble> constexpr int kDistanceKeys = kDouble ? 32 : 64;
+inline DistanceGrid distance_grid(const AttentionParams& p) {
+  return DistanceGrid(p, kSlopeRows, p.dtype == DType::kFloat64 ? kDistanceKeys<true> : kDistanceKeys<false>);
+}
 
 struct FmaBackwardScratch {
   RowTable table;
@@ -25,6 +31,7 @@ struct FmaBackwardScratch {
   void *shift, *lse, *delta, *sink_sums, *row_sums;
   // Real [batch][num_heads][seqlen_kv] and [batch][num_heads][tiles of kSlopeRows queries]; null where not wanted.
   void *column_sums, *slope_sums;
+  void* distance_sums;  // Real, as sum_distances() reads them; null where not wanted
 
   FmaBackwardScratch(const AttentionBackwardParams& params, Scratch* scratch) {
     const AttentionParams& p = params.forward;
@@ -39,6 +46,8 @@ struct FmaBackwardScratch {
     row_sums = take(bias == BiasGradient::kRows, p.seqlen_q);
     column_sums = take(bias == BiasGradient::kColumns, p.seqlen_kv);
     slope_sums = take(params.grad_alibi_slopes, (p.seqlen_q + kSlopeRows - 1) / kSlopeRows);
+    const DistanceGrid distances = distance_grid(p);
+    distance_sums = take(bias == BiasGradient::kDistances, distances.diagonals * distances.width);
   }
 };
 
@@ -146,6 +155,55 @@ __global__ void __launch_bounds__(Tile::kThreads, kSumBlocks<Tile>)
   column_sums[item * p.seqlen_kv + key] = Real(total);
 }
 
+// distance_sums: a block per head and diagonal of tiles, which have the same distances at the same places.
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, kBiasBlocks<Tile>)
+    attention_fma_distances_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats, typename Tile::Real* distance_sums) {
+  using Real = typename Tile::Real;
+  using Pairs = QueryPairs<Tile>;
+  static_assert(Pairs::kQueries == kSlopeRows && Pairs::kKeys == kDistanceKeys<sizeof(Real) == 8>, "tiles of distance_sums");
+  SIMT_DYNAMIC_SHARED(shared);
+  simt::Carver carve{shared};
+  Real* const left = carve.template take<Real>(Tile::kLeft);
+  Real* const right = carve.template take<Real>(Tile::kRight);
+  uint8_t* const kept = carve.template take<uint8_t>(Pairs::Kept::kBytes);
+  Pairs* const shared_pairs = carve.template take<Pairs>(1);
+
+  const AttentionParams& p = params.forward;
+  const typename Tile::Place at;
+  const DistanceGrid grid(p, Pairs::kQueries, Pairs::kKeys);
+  const int64_t item = int64_t(blockIdx.x) / grid.diagonals, batch = item / p.num_heads, head = item % p.num_heads;
+  const int64_t ahead = (int64_t(blockIdx.x) % grid.diagonals - grid.first) * Pairs::kKeys;  // first key - first query
+  const Pairs& pairs = in_shared(shared_pairs, params, table, stats, batch, head);
+  typename Tile::ThreadPairs sum;
+#pragma unroll
+  for (int i = 0; i < Tile::kThreadRows; i++)
+#pragma unroll
+    for (int j = 0; j < Tile::kThreadCols; j++) sum[i][j] = 0;
+#pragma unroll 1
+  for (int64_t first_query = max_of(int64_t(0), -ahead); first_query < p.seqlen_q && first_query + ahead < p.seqlen_kv; first_query += Pairs::kQueries) {
+    const int64_t first_key = first_query + ahead;
+    const RowBounds bounds = table.bounds_of(batch, first_query, Pairs::kQueries);
+    if (!bounds.sees(first_key, first_key + Pairs::kKeys)) continue;
+    __syncthreads();
+    pairs.template compute<PairValue::kGradScore>(first_query, first_key, pairs.edge(bounds, first_query, first_key), left, right, kept, at);
+#pragma unroll
+    for (int i = 0; i < Tile::kThreadRows; i++)
+#pragma unroll
+      for (int j = 0; j < Tile::kThreadCols; j++) {
+        const bool inside = first_query + at.row(i) < p.seqlen_q && first_key + at.x + 16 * j < p.seqlen_kv;
+        if (inside) sum[i][j] += right[at.row(i) * Tile::kStride + at.x + 16 * j];
+      }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < Tile::kThreadRows; i++)
+#pragma unroll
+    for (int j = 0; j < Tile::kThreadCols; j++) right[at.row(i) * Tile::kStride + at.x + 16 * j] = sum[i][j];
+  __syncthreads();
+  store_distances(right, Pairs::kQueries, Pairs::kKeys, Tile::kStride, Tile::kThreads, distance_sums + int64_t(blockIdx.x) * grid.width);
+}
+
 // slope_sums: a block per head and tile of queries, over the keys.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, kSumBlocks<Tile>)
@@ -215,6 +273,14 @@ void launch_fma_pair_grads(const AttentionBackwardParams& params, const FmaBackw
       TensorView columns = params.grad_bias;
       columns.row_stride = columns.col_stride;
       sum_bias_rows<R>(p, columns, sums, p.seqlen_kv, stream);
+      break;
+    }
+    case BiasGradient::kDistances: {
+      const DistanceGrid grid = distance_grid(p);
+      R* const sums = (R*)parts.distance_sums;
+      SIMT_LAUNCH(attention_fma_distances_kernel<Tile>, unsigned(heads * grid.diagonals), Tile::kThreads, (kPairBytes<Pairs, Tile>), stream, params,
+                  parts.table, stats, sums);
+      sum_distances<R>(p, params.grad_bias, grid, sums, stream);
       break;
     }
     case BiasGradient::kRows: sum_bias_rows<R>(p, params.grad_bias, (const R*)parts.row_sums, p.seqlen_q, stream);

@@ -30,12 +30,25 @@ struct BiasSlices {
   }
 };
 
+HOST_DEVICE int64_t floor_divide(int64_t a, int64_t b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
+
 // Elements of a contiguous gradient of bias.
 inline int64_t bias_elements(const AttentionParams& p, const TensorView& bias) {
   int64_t last = (p.num_heads - 1) * bias.head_stride + (p.seqlen_q - 1) * bias.row_stride + (p.seqlen_kv - 1) * bias.col_stride;
   for (int d = 0; d < p.num_batch_dims; d++) last += (p.batch_sizes[d] - 1) * bias.batch_strides[d];
   return last + 1;
 }
+
+// A gradient by distance is summed in tiles of rows x keys along diagonals of tiles, `width` sums for each: sum u of diagonal d is that of the
+// pairs with j - i = (d - first) * keys + u - (rows - 1). Tiles of diagonal d: first key - first row = (d - first) * keys; keys divides rows.
+struct DistanceGrid {
+  int64_t rows, keys, width, first, diagonals;
+
+  HOST_DEVICE DistanceGrid(const AttentionParams& p, int rows, int keys) : rows(rows), keys(keys), width(rows + keys) {
+    first = (p.seqlen_q - 1) / rows * rows / keys;
+    diagonals = first + (p.seqlen_kv + keys - 1) / keys;
+  }
+};
 
 namespace {
 
@@ -94,7 +107,49 @@ __global__ void __launch_bounds__(kReduceThreads) sum_bias_rows_kernel(const __g
   if (threadIdx.x % 32 == 0) matrix<Real>(p, bias, batch, head).row(row)[0] = Real(sum);
 }
 
+// parts [batch][num_heads][diagonals][width], summed over what `bias` is broadcast along and over the diagonals that share a distance. A thread per
+// element.
+template <class Real>
+__global__ void __launch_bounds__(kReduceThreads) sum_distances_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorView bias,
+                                                                       BiasSlices slices, DistanceGrid grid, const Real* parts) {
+  const int64_t distances = p.seqlen_q + p.seqlen_kv - 1, index = int64_t(blockIdx.x) * kReduceThreads + threadIdx.x;
+  if (index >= slices.kept * distances) return;
+  const int64_t slice = index / distances, distance = index % distances - (p.seqlen_q - 1);
+  // u = distance - (d - first) * keys + rows - 1 in [0, rows + keys - 1)
+  const int64_t last = min_of(grid.diagonals - 1, grid.first + floor_divide(distance + grid.rows - 1, grid.keys));
+  int64_t batch, head;
+  double sum = 0;
+  for (int64_t e = 0; e < slices.summed; e++) {
+    BiasSlices::find(p, bias, slice, e, &batch, &head);
+    for (int64_t d = last; d >= 0; d--) {
+      const int64_t u = distance - (d - grid.first) * grid.keys + grid.rows - 1;
+      if (u >= grid.width - 1) break;
+      sum += double(parts[((batch * p.num_heads + head) * grid.diagonals + d) * grid.width + u]);
+    }
+  }
+  BiasSlices::find(p, bias, slice, 0, &batch, &head);
+  matrix<Real>(p, bias, batch, head).data[distance * bias.col_stride] = Real(sum);
+}
+
+// The sums over the diagonals of a tile [rows][stride] in shared memory, all threads of the block having written it.
+template <class Real>
+SIMT_DEVICE void store_distances(const Real* tile, int rows, int keys, int stride, int threads, Real* to) {
+  for (int u = int(threadIdx.x); u < rows + keys - 1; u += threads) {
+    double sum = 0;
+    for (int r = max_of(0, rows - 1 - u); r < min_of(rows, rows - 1 - u + keys); r++) sum += double(tile[r * stride + r + u - (rows - 1)]);
+    to[u] = Real(sum);
+  }
+}
+
 }  // namespace
+
+// The gradient of a bias by distance from `parts`.
+template <class Real>
+void sum_distances(const AttentionParams& p, const TensorView& bias, const DistanceGrid& grid, const Real* parts, void* stream) {
+  const BiasSlices slices(p, bias);
+  SIMT_LAUNCH(sum_distances_kernel<Real>, blocks_of(slices.kept * (p.seqlen_q + p.seqlen_kv - 1), kReduceThreads), kReduceThreads, 0, stream, p, bias, slices,
+              grid, parts);
+}
 
 template <class Real>
 void fill_zero(Real* to, int64_t count, void* stream) {

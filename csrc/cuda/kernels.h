@@ -24,6 +24,7 @@ size_t linear_bwd_scratch(const LinearAttentionBackwardParams&);
 const char* linear_bwd(const LinearAttentionBackwardParams&, void* scratch, Stream);
 // One token from the initial state to the final one, which may be the same memory.
 const char* linear_step(const LinearAttentionParams&, Stream);
+const char* rotate(const RotateParams&, Stream);
 // keep[batch][num_heads][seqlen_q][seqlen_kv], 1 = kept.
 const char* dropout_mask(const DropoutParams&, int64_t batch, int64_t num_heads, int64_t seqlen_q, int64_t seqlen_kv, bool* keep, Stream);
 // visible[batch][seqlen_q][seqlen_kv] by MaskParams alone.

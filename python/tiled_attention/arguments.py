@@ -19,7 +19,7 @@ class Arguments(NamedTuple):
     key: Tensor  # (..., num_heads_kv, seqlen_kv, head_dim)
     value: Any  # Tensor (..., num_heads_kv, seqlen_kv, head_dim_v), or None where only scores count
     mask: Tensor | None  # bool, broadcastable to (..., num_heads, seqlen_q, seqlen_kv)
-    bias: Tensor | None  # float, broadcastable likewise
+    bias: Tensor | None  # float, broadcastable likewise or by distance (is_by_distance)
     alibi_slopes: Tensor | None  # Real (num_heads,)
     sinks: Tensor | None  # Real (num_heads,)
     key_lengths: Tensor | None  # int64 (batch,)
@@ -77,6 +77,11 @@ class LinearGradients(NamedTuple):
 # Of all operators: the leading arguments that are tensors, and the places of those that are differentiable, in the order of the gradients.
 TENSORS = {Arguments: 11, LinearArguments: 7}
 POSITIONS = (0, 1, 2, 4, 5, 6)
+
+
+def is_by_distance(bias: Tensor, seqlen_q: int, seqlen_kv: int) -> bool:
+    """Whether `bias` is (..., num_heads or 1, 1, seqlen_q + seqlen_kv - 1), element t for the pairs with j - i = t - (seqlen_q - 1)."""
+    return bias.dim() > 1 and seqlen_q > 1 and seqlen_kv > 0 and bias.shape[-2] == 1 and bias.shape[-1] == seqlen_q + seqlen_kv - 1
 
 
 def real_dtype(dtype: torch.dtype) -> torch.dtype:

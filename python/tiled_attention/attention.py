@@ -92,7 +92,8 @@ def attention(
         value: (..., num_heads_kv, seqlen_kv, head_dim_v).
         mask: a mask of `tiled_attention` (aligned to the bottom right, unless it says otherwise), or a bool tensor that broadcasts to
             (..., num_heads, seqlen_q, seqlen_kv), True = attend. None: every key is seen. Integer and float tensors are refused.
-        bias: float tensor that broadcasts to (..., num_heads, seqlen_q, seqlen_kv), added to the scores; -inf hides. Never expanded.
+        bias: float tensor that broadcasts to (..., num_heads, seqlen_q, seqlen_kv), added to the scores; -inf hides. Never expanded. Or
+            relative positions, (..., num_heads or 1, 1, seqlen_q + seqlen_kv - 1): element t is added where j - i = t - (seqlen_q - 1).
         scale: multiplies query . key; None: head_dim ** -0.5. Finite.
         softcap: > 0; None: no capping (Gemma 2, 2024).
         alibi_slopes: (num_heads,) (Press et al., 2022, section 3); query_offset moves p here too.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import NO_INTERVALS, UNBOUNDED, Arguments, real_dtype
+from .arguments import NO_INTERVALS, UNBOUNDED, Arguments, is_by_distance, real_dtype
 from .library import ops
 
 BLOCK_ELEMENTS = 1 << 18  # scores of a block: some 14 buffers of 1 MB in float32, 2 MB in float64
@@ -70,8 +70,11 @@ class Problem:
         self.real = real_dtype(query.dtype)
         self.intervals = tuple(args.intervals) or NO_INTERVALS
         self.shift = self.intervals[0]
+        all_rows = self.seqlen_q if seqlen_q is None else seqlen_q
         if self.shift == UNBOUNDED:
-            self.shift = self.seqlen_kv - (self.seqlen_q if seqlen_q is None else seqlen_q)
+            self.shift = self.seqlen_kv - all_rows
+        self.bias_by_distance = args.bias is not None and is_by_distance(args.bias, all_rows, self.seqlen_kv)
+        self.last_row = all_rows - 1
 
     def split(self, tensor: Tensor) -> Tensor:
         """(..., num_heads or 1, rows, cols) with heads as (num_heads_kv, group) or (1, 1), and of full rank."""
@@ -86,6 +89,21 @@ class Problem:
 
     def real_rows(self, tensor: Tensor, cut: Cut) -> Tensor:
         return self.rows(tensor, cut).to(self.real)
+
+    def index(self, cut: Cut) -> Tensor:
+        """Indices of the block's rows, (rows, 1)."""
+        if self.chosen is not None:
+            return self.chosen[cut.rows, None]
+        return torch.arange(cut.rows.start, cut.rows.stop, device=self.args.query.device)[:, None]
+
+    def distances(self, cut: Cut) -> Tensor:
+        """Places in a bias by distance, (rows, seqlen_kv)."""
+        return torch.arange(self.seqlen_kv, device=self.args.query.device) - self.index(cut) + self.last_row
+
+    def bias(self, tensor: Tensor, cut: Cut) -> Tensor:
+        """The block's part of a bias or of its tangent, split."""
+        part = self.rows(tensor, cut)
+        return part[..., 0, :][..., self.distances(cut)] if self.bias_by_distance else part
 
     def real_keys(self, tensor: Tensor, cut: Cut) -> Tensor:
         """The block's part of a (leading..., num_heads_kv, seqlen_kv, any) tensor."""
@@ -124,10 +142,7 @@ class Scores:
         self.value: Any = None if args.value is None else problem.real_keys(args.value, cut)
 
         # Where the rows stand.
-        if problem.chosen is None:
-            index = torch.arange(cut.rows.start, cut.rows.stop, device=args.query.device)[:, None]
-        else:
-            index = problem.chosen[cut.rows, None]
+        index = problem.index(cut)
         keys = torch.arange(problem.seqlen_kv, device=args.query.device)
         positions = index + (problem.shift if args.query_offset is None else problem.per_item(args.query_offset, cut))
         visible = self._visible(index, positions, keys)
@@ -145,7 +160,7 @@ class Scores:
         if args.alibi_slopes is not None:
             score = score - problem.per_head(args.alibi_slopes, cut) * self.distance
         if args.bias is not None:
-            bias = problem.rows(args.bias, cut)
+            bias = problem.bias(args.bias, cut)
             hidden = bias == -math.inf
             visible = visible & ~hidden
             score = score + torch.where(hidden, 0.0, bias.to(real))

@@ -48,8 +48,12 @@ class _GradientSums:
     def add_scores(self, scores: Scores, score_grad: Tensor) -> None:
         """What reaches bias and slopes."""
         if self.wanted[3]:
-            reduced = [dim for dim, size in enumerate(self.bias.shape) if size == 1]
+            by_distance = self.problem.bias_by_distance
+            reduced = [dim for dim, size in enumerate(self.bias.shape) if size == 1 and not (by_distance and dim == score_grad.dim() - 2)]
             block = score_grad.sum(reduced, keepdim=True) if reduced else score_grad
+            if by_distance:
+                total = block.new_zeros(*block.shape[:-2], self.bias.shape[-1])
+                block = total.index_add(-1, self.problem.distances(scores.cut).flatten(), block.flatten(-2))[..., None, :]
             self.bias.add(scores.cut.row_index, block)
         if self.wanted[4]:
             self.alibi_slopes.add(scores.cut.head_index, _per_head(-(score_grad * scores.distance)))
@@ -85,7 +89,7 @@ def _direction(scores: Scores, directions: Gradients) -> tuple[Tensor, Tensor | 
     if directions.alibi_slopes is not None:
         score_t = score_t - problem.per_head(directions.alibi_slopes, cut) * scores.distance
     if directions.bias is not None:
-        score_t = score_t + problem.real_rows(directions.bias, cut)
+        score_t = score_t + problem.bias(directions.bias, cut).to(problem.real)
     return scores.select(score_t), tanh_t
 
 

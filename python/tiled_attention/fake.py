@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .arguments import TENSORS, Arguments, real_dtype
+from .arguments import TENSORS, Arguments, is_by_distance, real_dtype
 from .library import ops
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -74,7 +74,8 @@ def check(args: Arguments) -> None:
         check_broadcasts("mask", args.mask, scores)
     if args.bias is not None:
         check_dtype("bias", args.bias, (real, torch.bfloat16, torch.float16))
-        check_broadcasts("bias", args.bias, scores)
+        by_distance = is_by_distance(args.bias, args.query.shape[-2], args.key.shape[-2])
+        check_broadcasts("bias", args.bias, (*scores[:-2], 1, args.bias.shape[-1]) if by_distance else scores)
     for name, vector in (("alibi_slopes", args.alibi_slopes), ("sinks", args.sinks)):
         if vector is not None:
             _check_vector(name, vector, real, num_heads)

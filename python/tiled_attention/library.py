@@ -19,6 +19,7 @@ cuda_path = path.with_name("_cuda.abi3.so")
 _OF_EACH_DEVICE = (
     *("attention_fwd", "attention", "attention_bwd", "attention_weights", "dropout_mask", "_mask_dense"),
     *("linear_attention_fwd", "linear_attention", "linear_attention_bwd", "linear_attention_step", "linear_attention_step_"),
+    "rotate",
 )
 
 

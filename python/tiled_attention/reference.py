@@ -40,7 +40,8 @@ def attention(
         key: (..., num_heads_kv, seqlen_kv, head_dim); num_heads_kv divides num_heads, head h reads h // (num_heads / num_heads_kv).
         value: (..., num_heads_kv, seqlen_kv, head_dim_v).
         mask: a mask, or bool broadcastable to (..., num_heads, seqlen_q, seqlen_kv), True = attend.
-        bias: float, broadcastable likewise; -inf is the same as masked.
+        bias: float, broadcastable likewise; -inf is the same as masked. Or by distance, (..., num_heads or 1, 1, seqlen_q + seqlen_kv - 1):
+            element t for the keys j of row i with j - i = t - (seqlen_q - 1).
         scale: None: head_dim ** -0.5.
         softcap: c of c * tanh(score / c); None: no cap.
         alibi_slopes: (num_heads,), adds -slope * |p - j| (Press et al., 2022).
@@ -94,6 +95,10 @@ def _softmax_weights(
     real = torch.promote_types(query.dtype, torch.float32)
     query, key = query.to(real), _per_query_head(key, query).to(real)
     seqlen_q, seqlen_kv, head_dim = query.shape[-2], key.shape[-2], query.shape[-1]
+
+    if bias is not None and bias.dim() > 1 and seqlen_q > 1 and bias.shape[-2] == 1 and bias.shape[-1] == seqlen_q + seqlen_kv - 1:
+        keys, rows = torch.arange(seqlen_kv, device=bias.device), torch.arange(seqlen_q, device=bias.device)
+        bias = bias[..., 0, :][..., keys - rows[:, None] + seqlen_q - 1]
 
     visible = torch.ones((*query.shape[:-1], seqlen_kv), dtype=torch.bool, device=query.device)
     if isinstance(mask, Mask):

@@ -22,7 +22,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 PROJECT = Path(__file__).resolve().parents[2]
 BUILD = PROJECT / "build" / "emulated"
 SIMT = PROJECT / "tests" / "native" / "simt"
-OPERATORS = ("csrc/library.cpp", "csrc/attention.cpp", "csrc/linear_attention.cpp")
+OPERATORS = ("csrc/library.cpp", "csrc/attention.cpp", "csrc/linear_attention.cpp", "csrc/rotate.cpp")
 KERNELS = "csrc/cuda/instances/*.cu"
 # Those of setup.py, and what the emulator needs.
 FLAGS = ("-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-DTILED_ATTENTION_BACKEND_EMULATED", f"-I{SIMT}", "-pthread")

@@ -21,7 +21,7 @@ SMALL = (
     "tests/test_linear_attention.py",
     "tests/test_attention_isa.py::test_small",
     "tests/test_dropout.py",
-    "tests/test_masks.py tests/test_tf32.py",
+    "tests/test_masks.py tests/test_rotate.py tests/test_bias_by_distance.py tests/test_tf32.py",
     "tests/test_library_errors.py tests/test_errors.py tests/test_linear_errors.py",
 )
 ALL = (

@@ -30,6 +30,8 @@ const char* attention_bwd_mma(const AttentionBackwardParams& params, void* memor
   if ((p.seqlen_q + kPaddedRows - 1) / kPaddedRows * (kPaddedRows / kStatRows) * p.batch * p.num_heads > 0x7fffffff)
     return "more than 2^31 tiles of 32 queries over all heads";
   if ((p.seqlen_kv + 63) / 64 * p.batch * p.num_heads_kv > 0x7fffffff) return "more than 2^31 tiles of 64 keys over all heads";
+  if (is_by_distance(params.grad_bias) && DistanceGrid(p, kBiasRows, bias_keys(padded_head_dim(p))).diagonals * p.batch * p.num_heads > 0x7fffffff)
+    return "a gradient of bias of more than 2^31 diagonals of tiles over all heads";
   Scratch scratch(memory);
   const BackwardWork work = take_backward_work(params, &scratch);
   if (p.dtype == DType::kBFloat16) launch<bf16>(params, work, stream);

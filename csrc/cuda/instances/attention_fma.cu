@@ -50,6 +50,8 @@ const char* attention_bwd_fma(const AttentionBackwardParams& params, void* scrat
   if (!fits(heads, max_of(query_tiles, tiles(p.seqlen_kv, 32)), columns(p))) return kTooManyBlocks;
   if (bias_gradient(params) == BiasGradient::kPairs && !fits(BiasSlices(p, params.grad_bias).kept, query_tiles, tiles(p.seqlen_kv, 32)))
     return "a gradient of bias of more than 2^31 tiles of 64 x 32";
+  if (bias_gradient(params) == BiasGradient::kDistances && !fits(heads, distance_grid(p).diagonals, 1))
+    return "a gradient of bias of more than 2^31 diagonals of tiles over all heads";
   switch (p.dtype) {
     case DType::kFloat32:
       if (p.allow_tf32) launch_attention_fma_bwd<float, Products::kTf32>(params, scratch, stream);
