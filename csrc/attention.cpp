@@ -11,6 +11,7 @@ struct AttentionArguments {
   Tensor query, key, value, mask, bias, alibi_slopes, sinks, key_lengths, documents, query_offset, dropout_seed, block_rows, block_tiles, block_bits;
   double scale = 1, softcap = 0, dropout_p = 0;
   IntList intervals, dropout_offsets;
+  bool allow_tf32 = false;
 };
 
 AttentionArguments take_attention_arguments(Arguments* stack) {
@@ -33,7 +34,8 @@ AttentionArguments take_attention_arguments(Arguments* stack) {
           stack->scalar<double>(),
           stack->scalar<double>(),
           stack->ints(),
-          stack->ints()};
+          stack->ints(),
+          stack->scalar<bool>()};
 }
 
 // The shape of the scores: (..., num_heads, seqlen_q, seqlen_kv).
@@ -94,6 +96,7 @@ ScoreShape check_attention(AttentionArguments* args, AttentionParams* params, Ba
   check_finite("softcap", args->softcap);
   if (args->softcap < 0) fail("softcap must be positive, or 0 for none, got ", args->softcap);
   params->scale = args->scale, params->softcap = args->softcap;
+  params->allow_tf32 = args->allow_tf32;
   check_dropout(args->dropout_p, &args->dropout_seed, args->dropout_offsets, &params->dropout);
   check_intervals(args->intervals, &params->mask);
   return scores;
@@ -251,6 +254,7 @@ void attention_weights(StableIValue* stack, uint64_t, uint64_t) {
   args.dropout_p = arguments.scalar<double>();
   args.intervals = arguments.ints();
   args.dropout_offsets = arguments.ints();
+  args.allow_tf32 = arguments.scalar<bool>();
   Tensor lse = arguments.tensor("lse");
   Tensor rows = arguments.optional_tensor("rows");
   const bool average = arguments.scalar<bool>();

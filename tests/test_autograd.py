@@ -363,7 +363,7 @@ def test_gradients_of_other_dtypes_of_bias_slopes_and_sinks():
 
 # What torch.ops cannot differentiate says so.
 
-PLAIN = (None,) * 11 + (0.5, 0.0, 0.0, [], [])
+PLAIN = (None,) * 11 + (0.5, 0.0, 0.0, [], [], False)
 
 
 def raw(name: str, query, key, value, **others):

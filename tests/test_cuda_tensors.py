@@ -2,11 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiled_attention as ta
@@ -50,18 +52,90 @@ def test_every_option_of_attention_and_its_gradients(dtype: torch.dtype, fake: F
     if has_device:
         grads = torch.autograd.grad([out.sum(), lse.sum()], leaves)
     else:
-        arguments = [query, key, value, None, bias, slopes, sinks, lengths, *[None] * 6, 0.5, 3.0, 0.0, [], []]
+        arguments = [query, key, value, None, bias, slopes, sinks, lengths, *[None] * 6, 0.5, 3.0, 0.0, [], [], False]
         *results, residual = library.ops.attention_fwd(*arguments, True)
         grads = library.ops.attention_bwd(out, lse, *arguments, *results, residual, 63)
         assert on_cuda(*results, residual)
     assert on_cuda(*grads) and [g.shape for g in grads] == [x.shape for x in leaves]
 
 
+class Tf32Calls(TorchDispatchMode):
+    """What the calls of exact attention say about tf32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (library.ops.attention_fwd.default, library.ops.attention.default):
+            self.said.append(args[-2])
+        return func(*args, **kwargs or {})
+
+
+@pytest.fixture
+def matmul_precision():
+    """torch's settings, put back after the test."""
+    yield torch.backends.cuda.matmul
+    torch.set_float32_matmul_precision("highest")
+
+
+SETTINGS = {
+    "highest": (lambda matmul: torch.set_float32_matmul_precision("highest"), False),
+    "high": (lambda matmul: torch.set_float32_matmul_precision("high"), True),
+    "allow_tf32": (lambda matmul: setattr(matmul, "allow_tf32", True), True),
+    "not allow_tf32": (lambda matmul: setattr(matmul, "allow_tf32", False), False),
+    "fp32_precision tf32": (lambda matmul: setattr(matmul, "fp32_precision", "tf32"), True),
+    "fp32_precision ieee": (lambda matmul: setattr(matmul, "fp32_precision", "ieee"), False),
+}
+
+
+@pytest.mark.parametrize("setting,allowed", SETTINGS.values(), ids=SETTINGS)
+def test_products_are_tf32_where_those_of_torch_may_be(setting: Any, allowed: bool, fake: FakeTensorMode, matmul_precision: Any):
+    setting(matmul_precision)
+    with Tf32Calls() as calls:
+        for dtype in (F32, BF16, torch.float64):
+            query, key, value = tensors(dtype)
+            ta.attention(query, key, value)
+            ta.attention(query, key, value, softcap=3.0)
+            ta.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+            ta.scaled_dot_product_attention(query, query, query)
+    assert calls.said == [allowed] * 4 + [False] * 8
+
+
+def test_products_of_a_cpu_are_never_tf32(matmul_precision: Any):
+    matmul_precision.allow_tf32 = True
+    with Tf32Calls() as calls:
+        query, key, value = tensors(device="cpu")
+        ta.attention(query, key, value)
+        ta.attention(query.requires_grad_(), key, value, softcap=3.0)
+    assert calls.said == [False, False]
+
+
+def test_a_compiled_call_follows_the_setting(fake: FakeTensorMode, matmul_precision: Any):
+    """torch.compile guards it, and compiles again."""
+    calls = Tf32Calls()
+
+    def run(graph: Any, inputs: Any) -> Any:
+        def ran(*args: Any) -> Any:
+            with calls:
+                return graph(*args)
+
+        return ran
+
+    attention = torch.compile(lambda query, key, value: ta.attention(query, key, value, softcap=3.0), fullgraph=True, backend=run)
+    for setting in ("ieee", "tf32", "ieee"):
+        matmul_precision.fp32_precision = setting
+        attention(*tensors())
+    matmul_precision.allow_tf32 = True
+    attention(*tensors())
+    assert calls.said == [False, True, False, True]
+
+
 def test_weights_dropout_masks_and_dense_masks(fake: FakeTensorMode):
     query, key, _ = tensors()
     rows = torch.empty(3, dtype=torch.int64, device="cuda")
     lse = torch.empty(2, 4, 40, device="cuda")
-    weights = library.ops.attention_weights(query, key, *[None] * 10, 0.5, 0.0, 0.0, [], [], lse, rows, False)
+    weights = library.ops.attention_weights(query, key, *[None] * 10, 0.5, 0.0, 0.0, [], [], False, lse, rows, False)
     assert on_cuda(weights) and weights.shape == (2, 4, 3, 40)
     if has_cuda:
         assert on_cuda(ta.attention_weights(query, key, mask=torch.empty(40, 40, dtype=torch.bool, device="cuda"), rows=rows))
@@ -144,7 +218,7 @@ def test_where_nothing_serves_cuda_tensors_the_operators_say_why():
     on_cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     kept = library.refuse_cuda("the reason")
     for call in (
-        lambda: library.ops.attention_fwd.default.redispatch(on_cuda, x, x, x, *[None] * 11, 1.0, 0.0, 0.0, [], [], False),
+        lambda: library.ops.attention_fwd.default.redispatch(on_cuda, x, x, x, *[None] * 11, 1.0, 0.0, 0.0, [], [], False, False),
         lambda: library.ops.linear_attention_fwd.default.redispatch(on_cuda, x, x, x, *[None] * 4, 0, 0, True, True, 1.0),
         lambda: library.ops.dropout_mask.default.redispatch(on_cuda, torch.tensor(1), 0.5, 1, 1, 1, 1, []),
     ):

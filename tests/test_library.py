@@ -23,7 +23,7 @@ SCORE_ARGUMENTS += ("block_rows", "block_tiles", "block_bits")
 
 def attention_arguments(query: Tensor, key: Tensor, value: Tensor, **options: object) -> list[object]:
     """ATTENTION_ARGUMENTS of the schemas, with defaults."""
-    numbers = {"scale": 0.5, "softcap": 0.0, "dropout_p": 0.0, "intervals": [], "dropout_offsets": []}
+    numbers = {"scale": 0.5, "softcap": 0.0, "dropout_p": 0.0, "intervals": [], "dropout_offsets": [], "allow_tf32": False}
     return [query, key, value, *(options.pop(name, None) for name in SCORE_ARGUMENTS), *(numbers | options).values()]
 
 
@@ -72,7 +72,7 @@ class TestInstructionSets:
     def test_wrong_environment_variable_is_an_error_of_every_call(self) -> None:
         code = """
             x = torch.ones(1, 1, 8)
-            call = lambda: ops.attention_fwd(x, x, x, *[None] * 11, 1.0, 0.0, 0.0, [], [], False)
+            call = lambda: ops.attention_fwd(x, x, x, *[None] * 11, 1.0, 0.0, 0.0, [], [], False, False)
             for attempt in (call, call, ops._isa):
                 try:
                     attempt()
@@ -271,7 +271,7 @@ class TestProcessesAndThreads:
         code = """
             torch.set_num_threads(4)
             x = torch.randn(4, 2, 33, 16)
-            call = lambda: ops.attention_fwd(x, x, x, *[None] * 11, 1.0, 0.0, 0.0, [], [], False)[0]
+            call = lambda: ops.attention_fwd(x, x, x, *[None] * 11, 1.0, 0.0, 0.0, [], [], False, False)[0]
             big = torch.randn(1 << 20)
             big.exp()  # torch's threads are there before the fork
             out = call()

@@ -135,7 +135,7 @@ struct Sizes {
   int64_t batch, num_heads, num_heads_kv, seqlen_q, seqlen_kv, head_dim, head_dim_v;
 };
 
-// bit 0 bool mask, 1 bias, 2 ALiBi, 3 sinks, 4 softcap, 5 dropout, 6 causal, 7 key lengths and documents
+// bit 0 bool mask, 1 bias, 2 ALiBi, 3 sinks, 4 softcap, 5 dropout, 6 causal, 7 key lengths and documents, 8 tf32
 AttentionParams exact(DType dtype, const Sizes& s, int options, bool aligned) {
   AttentionParams p;
   const DType real = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
@@ -161,6 +161,7 @@ AttentionParams exact(DType dtype, const Sizes& s, int options, bool aligned) {
   if (options & 16) p.softcap = 30;
   if (options & 32) p.dropout.p = 0.1, p.dropout.seed = static_cast<const int64_t*>(pointer());
   if (options & 64) p.mask.window_right = 0;
+  p.allow_tf32 = options & 256;
   if (options & 128) {
     p.mask.key_lengths = static_cast<const int64_t*>(pointer());
     p.mask.documents = static_cast<const int64_t*>(pointer());
@@ -331,8 +332,9 @@ int main() {
             const Sizes s{2, 4, 2, seqlen, seqlen, head_dim, head_dim_v};
             // Every set of options for the usual sizes, none, each and all for the others.
             const bool usual = head_dim == 64 || head_dim == 128;
-            for (int options = 0; options < 256; ++options) {
-              if (usual || (options & (options - 1)) == 0 || options == 255) run_exact(dtype, s, options, aligned);
+            for (int options = 0; options < (dtype == DType::kFloat32 ? 512 : 256); ++options) {
+              const int others = options & 255;
+              if (usual || (others & (others - 1)) == 0 || others == 255) run_exact(dtype, s, options, aligned);
             }
             for (int options = 0; options < 32; ++options) run_linear(dtype, s, options, aligned);
             for (const int64_t heads : {2, 8, 16, 64}) run_decode(dtype, {2, heads, 2, 1, seqlen, head_dim, head_dim_v}, aligned);

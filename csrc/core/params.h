@@ -71,6 +71,7 @@ struct AttentionParams {
   int64_t lse_head_stride = 0;  // of lse and what is laid out like it, [num_heads][total_q]; 0: not packed
   double scale = 1;    // multiplies q . k
   double softcap = 0;  // 0: none
+  bool allow_tf32 = false;  // float32 on CUDA: products from operands rounded to tf32
   MaskParams mask;
   DropoutParams dropout;
   TensorView query, key, value;

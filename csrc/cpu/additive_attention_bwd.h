@@ -275,7 +275,8 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
         Interval seen[kBlocks];
         for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
           const int count = min_of(kBlockRows, rows - i0);
-          const Interval s = seen[i0 / kBlockRows] = mods.runs(buf.rows + i0, count, blocks[i0 / kBlockRows].within(kv_begin, kv_end), kPanel<Real>, nullptr).hull();
+          const Interval s = seen[i0 / kBlockRows] =
+              mods.runs(buf.rows + i0, count, blocks[i0 / kBlockRows].within(kv_begin, kv_end), kPanel<Real>, nullptr).hull();
           if (is_empty(s)) zero_block(buf, i0, kv_begin, kv_begin, kv_end);
           else block_of_rows(batch, i0, count, kv_begin, kv_end, s, blocks[i0 / kBlockRows], cap, mods, query, key, keys, sums, grad_weight, buf);
         }

@@ -19,8 +19,8 @@ namespace cuda {
 namespace {
 
 template <class Tile, bool kKeyRows>
-constexpr int kAdditiveGradientBytes = kPairBytes<PairTiles<Tile, kKeyRows, AdditiveProduct<typename Tile::Real>>, Tile> +
-                                       Tile::kValues * int(sizeof(typename Tile::Real));
+constexpr int kAdditiveGradientBytes =
+    kPairBytes<PairTiles<Tile, kKeyRows, AdditiveProduct<typename Tile::Real>>, Tile> + Tile::kValues * int(sizeof(typename Tile::Real));
 
 // kKeyRows: grad_key of a tile of keys, over the queries of all heads that read it; otherwise grad_query and the share of grad_score_weight.
 template <class Tile, bool kKeyRows>
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   unsigned char* const product_memory = carve.template take<unsigned char>(Pairs::kProductBytes);
 
   const AttentionParams& p = params.forward;
-  const Place at;
+  const typename Tile::Place at;
   const int64_t group = p.num_heads / p.num_heads_kv, heads = kKeyRows ? p.num_heads_kv : p.num_heads;
   const int64_t cols = p.head_dim, seqlen = kKeyRows ? p.seqlen_kv : p.seqlen_q;
   const int64_t pieces = (cols + Tile::kOut - 1) / Tile::kOut, tiles = (seqlen + Tile::kRows - 1) / Tile::kRows;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   for (int i = 0; i < kRowsOf; i++)
 #pragma unroll
     for (int c = 0; c < kQuad; c++) {
-      const int64_t row = first_row + at.y + 8 * i;
+      const int64_t row = first_row + at.row(i);
       const Real x = row < seqlen && column(c) < cols ? to_real(*own.at(row, column(c))) : Real(0);
       exponential[i][c] = in_range(x) ? exp(x + x) : Real(-1);
       sum[i][c] = 0;
@@ -102,14 +102,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
         const bool missing = e[0] < 0 || e[1] < 0 || e[2] < 0 || e[3] < 0;
 #pragma unroll
         for (int i = 0; i < kRowsOf; i++) {
-          const Real grad = right[(at.y + 8 * i) * Tile::kStride + j];
+          const Real grad = right[(at.row(i)) * Tile::kStride + j];
           const Real(&own_e)[kQuad] = exponential[i];
           Real t[kQuad], curve[kQuad];
           if (missing || own_e[0] < 0 || own_e[1] < 0 || own_e[2] < 0 || own_e[3] < 0) {
             if (is_hidden(grad)) continue;
 #pragma unroll
             for (int c = 0; c < kQuad; c++) {
-              const int64_t row = first_row + at.y + 8 * i;
+              const int64_t row = first_row + at.row(i);
               const bool exists = row < seqlen && column(c) < cols;
               t[c] = exists ? tanh(to_real(*own.at(row, column(c))) + to_real(*other.at(first + j, column(c)))) : Real(0);
               curve[c] = Real(1) - t[c] * t[c];
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
     const Rows<T> to = rows_of<T>(p, view, batch, head);
 #pragma unroll
     for (int i = 0; i < kRowsOf; i++) {
-      const int64_t row = first_row + at.y + 8 * i;
+      const int64_t row = first_row + at.row(i);
       if (row >= seqlen) continue;
 #pragma unroll
       for (int c = 0; c < kQuad; c += kVector) {
@@ -175,8 +175,8 @@ constexpr int kWeightThreads = 128;
 
 // grad_score_weight [head_dim] or [num_heads][head_dim]: a thread per element adds its parts up.
 template <class Real>
-__global__ void __launch_bounds__(kWeightThreads) additive_weight_kernel(const double* parts, int64_t batch, int64_t num_heads, int64_t tiles, int64_t head_dim,
-                                                                         bool per_head, Real* grad) {
+__global__ void __launch_bounds__(kWeightThreads)
+    additive_weight_kernel(const double* parts, int64_t batch, int64_t num_heads, int64_t tiles, int64_t head_dim, bool per_head, Real* grad) {
   const int64_t index = int64_t(blockIdx.x) * kWeightThreads + threadIdx.x;
   if (index >= (per_head ? num_heads : 1) * head_dim) return;
   const int64_t first = per_head ? index / head_dim : 0, last = per_head ? first + 1 : num_heads;
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kWeightThreads) additive_weight_kernel(const d
 template <class T, bool kKeyRows>
 void launch_additive_gradient(const AttentionBackwardParams& params, const RowTable& table, const RowStats<Real<T>>& stats,
                               const AdditiveProduct<Real<T>>& product, double* weight_parts, Stream stream) {
-  using Tile = FmaTile<T, 64>;
+  using Tile = FmaTile<T, 64, Products::kFma>;
   const AttentionParams& p = params.forward;
   const int64_t rows = kKeyRows ? p.seqlen_kv : p.seqlen_q, pieces = (p.head_dim + Tile::kOut - 1) / Tile::kOut;
   const int64_t blocks = pieces * ((rows + Tile::kRows - 1) / Tile::kRows) * p.batch * (kKeyRows ? p.num_heads_kv : p.num_heads);
@@ -203,12 +203,12 @@ void launch_additive_gradient(const AttentionBackwardParams& params, const RowTa
 
 template <class T>
 void launch_additive_fwd(const AdditiveAttentionParams& params, void* memory, Stream stream) {
-  launch_fma_fwd<T>(params.attention, AdditiveProduct<Real<T>>{(const Real<T>*)params.score_weight, params.weight_head_stride}, memory, stream);
+  launch_fma_fwd<T, Products::kFma>(params.attention, AdditiveProduct<Real<T>>{(const Real<T>*)params.score_weight, params.weight_head_stride}, memory, stream);
 }
 
 template <class T>
 void launch_additive_weights(const AdditiveAttentionWeightsParams& params, void* memory, Stream stream) {
-  launch_weights<T>(params.attention, AdditiveProduct<Real<T>>{(const Real<T>*)params.score_weight, params.weight_head_stride}, memory, stream);
+  launch_weights<T, Products::kFma>(params.attention, AdditiveProduct<Real<T>>{(const Real<T>*)params.score_weight, params.weight_head_stride}, memory, stream);
 }
 
 template <class T>
@@ -225,12 +225,11 @@ void launch_additive_bwd(const AdditiveAttentionBackwardParams& additive, void* 
   request.forward = p;
   request.num_rows = p.seqlen_q;
   request.grad_out = params.grad_out, request.grad_lse = params.grad_lse;
-  launch_fma_stats<T>(request, table, stats, product, stream);
+  launch_fma_stats<T, Products::kFma>(request, table, stats, product, stream);
 
-  if (params.grad_query.data || parts.weight_parts)
-    launch_additive_gradient<T, false>(params, table, stats, product, parts.weight_parts, stream);
+  if (params.grad_query.data || parts.weight_parts) launch_additive_gradient<T, false>(params, table, stats, product, parts.weight_parts, stream);
   if (params.grad_key.data) launch_additive_gradient<T, true>(params, table, stats, product, nullptr, stream);
-  if (params.grad_value.data) launch_fma_gradient_of<T, Gradient::kValue>(params, p.head_dim_v, table, stats, product, stream);
+  if (params.grad_value.data) launch_fma_gradient_of<T, Products::kFma, Gradient::kValue>(params, p.head_dim_v, table, stats, product, stream);
   if (!additive.grad_score_weight || p.head_dim == 0) return;
   const bool per_head = additive.weight_head_stride != 0;
   const int64_t count = (per_head ? p.num_heads : 1) * p.head_dim;

@@ -76,7 +76,8 @@ SIMT_DEVICE void stage_exponentials(Real<T>* tile, const Rows<const T> m, int64_
 
 // The score of one pair, however large its numbers are.
 template <class T>
-SIMT_DEVICE Real<T> direct_score(const Rows<const T>& left, int64_t left_row, const Rows<const T>& right, int64_t right_row, const Real<T>* weight, int64_t dim) {
+SIMT_DEVICE Real<T> direct_score(const Rows<const T>& left, int64_t left_row, const Rows<const T>& right, int64_t right_row, const Real<T>* weight,
+                                 int64_t dim) {
   Real<T> sum = 0;
 #pragma unroll 1
   for (int64_t d = 0; d < dim; d++) sum += weight[d] * tanh(to_real(*left.at(left_row, d)) + to_real(*right.at(right_row, d)));
@@ -91,12 +92,12 @@ struct AdditiveProduct {
 
   // Weights of kDepth columns; marks of left rows, right rows and weights.
   template <class Tile>
-  static constexpr int kBytes = Tile::kDepth* int(sizeof(Real)) + 2 * Tile::kRows + 16 + 16;
+  static constexpr int kBytes = Tile::kDepth * int(sizeof(Real)) + 2 * Tile::kRows + 16 + 16;
 
   template <class Tile, class LeftRow, class RightRow>
   SIMT_DEVICE void add(typename Tile::Scores& scores, int64_t head, const Rows<const typename Tile::T>& left, const LeftRow& left_row,
                        const Rows<const typename Tile::T>& right, const RightRow& right_row, int64_t dim, bool left_stays, Real* left_tile, Real* right_tile,
-                       unsigned char* memory, Place at) const {
+                       unsigned char* memory, typename Tile::Place at) const {
     constexpr int kDepth = Tile::kDepth, kStride = Tile::kStride, kThreads = Tile::kThreads;
     static_assert(kDepth % 32 == 0 && kDepth <= kThreads, "whole warps stage the weights");
     memory = (unsigned char*)((uintptr_t(memory) + 15) / 16 * 16);
@@ -133,11 +134,11 @@ struct AdditiveProduct {
     for (int i = 0; i < kDepth / 32; i++) all = all || weight_marks[i] != 0;
 #pragma unroll 1
     for (int i = 0; i < Tile::kThreadRows; i++) {
-      const bool marked = all || left_marks[at.y + 8 * i] != 0;
+      const bool marked = all || left_marks[at.row(i)] != 0;
 #pragma unroll 1
       for (int j = 0; j < Tile::kThreadCols; j++) {
         if (!marked && right_marks[at.x + 16 * j] == 0) continue;
-        const int64_t l = left_row(at.y + 8 * i), r = right_row(at.x + 16 * j);
+        const int64_t l = left_row(at.row(i)), r = right_row(at.x + 16 * j);
         if (l < 0 || r < 0) continue;
         const Real score = direct_score<typename Tile::T>(left, l, right, r, weight, dim);
         // Scores stay in registers: no index that is not known when compiling.
@@ -154,7 +155,8 @@ struct AdditiveProduct {
   // scores[i][j] += sum over `depth` columns, a multiple of kQuad, of w (1 - 1/P). Per quad
   //   sum_k w_k / P_k = ((w_0 P_1 + w_1 P_0) P_2 P_3 + (w_2 P_3 + w_3 P_2) P_0 P_1) / (P_0 P_1 P_2 P_3)
   template <class Tile>
-  SIMT_DEVICE static void add_quads(typename Tile::Scores& scores, const Real* left, const Real* right, const Real* weight, int depth, Place at) {
+  SIMT_DEVICE static void add_quads(typename Tile::Scores& scores, const Real* left, const Real* right, const Real* weight, int depth,
+                                    typename Tile::Place at) {
     using Vector = Vec16<Real>;
     constexpr int kParts = kQuad / Tile::kVector;
     left += at.y * Tile::kStride, right += at.x * Tile::kStride;

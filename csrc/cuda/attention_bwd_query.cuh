@@ -18,6 +18,8 @@ struct QueryGradTile {
   static constexpr int kRows = 16 * kSets * kWarps;
   // Keys are in use to the end of a tile: a second stage where two blocks still share a multiprocessor of 164 KB.
   static constexpr int kKeyStages = D == 64 ? 2 : 1;
+  // Blocks that the registers must leave room for; 0 asks for nothing. Two allow all 255 of a thread, but asking makes ptxas spill on sm_120.
+  static constexpr int kBlocks = D == 128 && !kFeatures ? 0 : 2;
   // What is needed once per tile of keys lies in shared memory: the accumulators leave few registers.
   struct Block {
     Matrix<const T> key, value;
@@ -48,7 +50,7 @@ struct QueryPlace {
 namespace {
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 2)
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     attention_bwd_query_kernel(const __grid_constant__ AttentionBackwardParams params, const __grid_constant__ BackwardWork work,
                                const __grid_constant__ QueryGrid grid) {
   using T = typename Tile::T;

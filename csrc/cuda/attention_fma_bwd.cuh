@@ -1,5 +1,5 @@
 #pragma once
-// Exact attention backward without tensor cores. Three runs of one kernel: grad_query (a block per query tile, over the keys), grad_key and
+// Exact attention backward in Real. Three runs of one kernel: grad_query (a block per query tile, over the keys), grad_key and
 // grad_value (a block per key tile, over the queries of all heads that read it). A block owns kOut columns and writes each element once.
 
 #include "attention_fma_launch.h"
@@ -12,7 +12,8 @@ namespace {
 enum class Gradient { kQuery, kKey, kValue };
 
 template <class Tile, Gradient kOf, class Product>
-constexpr int kBackwardBytes = kPairBytes<PairTiles<Tile, kOf != Gradient::kQuery, Product>, Tile> + Tile::kValues * int(sizeof(typename Tile::Real));
+constexpr int kBackwardBytes =
+    kPairBytes<PairTiles<Tile, kOf != Gradient::kQuery, Product>, Tile> + Tile::kValues * int(sizeof(typename Tile::Real)) + int(sizeof(int));
 
 template <class Tile, Gradient kOf, class Product>
 __global__ void __launch_bounds__(Tile::kThreads, 2)
@@ -31,9 +32,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   uint8_t* const kept = carve.template take<uint8_t>(Pairs::Kept::kBytes);
   Pairs* const shared_pairs = carve.template take<Pairs>(1);
   unsigned char* const product_memory = carve.template take<unsigned char>(Product::template kBytes<Tile>);
+  int* const not_finite = carve.template take<int>(1);
 
   const AttentionParams& p = params.forward;
-  const Place at;
+  const typename Tile::Place at;
   const int64_t group = p.num_heads / p.num_heads_kv, heads = kKeyRows ? p.num_heads_kv : p.num_heads;
   const int64_t cols = kOf == Gradient::kValue ? p.head_dim_v : p.head_dim;
   const int64_t pieces = (cols + Tile::kOut - 1) / Tile::kOut, tiles = ((kKeyRows ? p.seqlen_kv : p.seqlen_q) + Tile::kRows - 1) / Tile::kRows;
@@ -44,11 +46,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   const int64_t seqlen = of_rows.length;
   if (first_row >= seqlen) return;
 
+  if (threadIdx.x == 0) *not_finite = 0;
   typename Tile::Results result;
 #pragma unroll
-  for (int i = 0; i < Tile::kThreadRows; i++)
+  for (int i = 0; i < Tile::kProductRows; i++)
 #pragma unroll
-    for (int c = 0; c < Tile::kThreadOut; c++) result[i][c] = 0;
+    for (int c = 0; c < Tile::kResultCols; c++) result[i][c] = 0;
 
 #pragma unroll 1
   for (int64_t query_head = kKeyRows ? head * group : head; query_head < (kKeyRows ? (head + 1) * group : head + 1); query_head++) {
@@ -64,12 +67,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
       if (!bounds.sees(first_key, first_key + Pairs::kKeys)) continue;
       const bool edge = pairs.edge(bounds, first_query, first_key);
       __syncthreads();  // all have left the tiles of the step before
-      stage<Tile::kCols, Tile::kOut, Tile::kOutStride, Tile::kThreads>(values, summed, first_col, cols, RowRange{first, seqlen_of_columns});
+      stage_values<Tile>(values, not_finite, summed, first_col, cols, RowRange{first, seqlen_of_columns});
       pairs.template compute<kWanted>(first_query, first_key, edge, left, right, kept, at, product, product_memory);
       __syncwarp();
-      const int count = int(min_of(int64_t(Tile::kCols), (seqlen_of_columns - first + kVector - 1) / kVector * kVector));
-      if (edge) add_weighted<Tile, true>(result, right, values, count, at);
-      else add_weighted<Tile, false>(result, right, values, count, at);
+      add_weighted<Tile>(result, right, values, seqlen_of_columns - first, edge, not_finite, at);
     }
   }
 
@@ -77,12 +78,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   const Rows<T> to = rows_from<T>(p, view, batch, head, of_rows.begin);
   const Real factor = kOf == Gradient::kValue && p.dropout.p > 0 ? Real(inverse_keep_of(p.dropout.p)) : Real(1);
 #pragma unroll
-  for (int i = 0; i < Tile::kThreadRows; i++) {
-    const int64_t row = first_row + at.y + 8 * i;
+  for (int i = 0; i < Tile::kProductRows; i++) {
+    const int64_t row = first_row + at.result_row(i);
     if (row >= seqlen) continue;
 #pragma unroll
-    for (int j = 0; j < Tile::kThreadOut; j += kVector) {
-      const int64_t col = first_col + kVector * at.x + 16 * j;
+    for (int j = 0; j < Tile::kResultCols; j += kVector) {
+      const int64_t col = first_col + at.result_col(j);
       Real part[kVector];
 #pragma unroll
       for (int c = 0; c < kVector; c++) part[c] = result[i][j + c] * factor;
@@ -104,19 +105,19 @@ void launch_fma_gradient(const AttentionBackwardParams& params, const RowTable& 
               stats, product);
 }
 
-template <class T, Gradient kOf, class Product>
-void launch_fma_gradient_of(const AttentionBackwardParams& params, int64_t cols, const RowTable& table, const RowStats<Real<T>>& stats,
-                            const Product& product, Stream stream) {
+template <class T, Products kProducts, Gradient kOf, class Product>
+void launch_fma_gradient_of(const AttentionBackwardParams& params, int64_t cols, const RowTable& table, const RowStats<Real<T>>& stats, const Product& product,
+                            Stream stream) {
   constexpr int kOut = sizeof(T) == 8 ? 64 : 128;
   if constexpr (sizeof(T) > 2) {
-    if (cols <= kOut / 2) return launch_fma_gradient<FmaTile<T, kOut / 2>, kOf>(params, table, stats, product, stream);
+    if (cols <= kOut / 2) return launch_fma_gradient<FmaTile<T, kOut / 2, kProducts>, kOf>(params, table, stats, product, stream);
   }
-  launch_fma_gradient<FmaTile<T, kOut>, kOf>(params, table, stats, product, stream);
+  launch_fma_gradient<FmaTile<T, kOut, kProducts>, kOf>(params, table, stats, product, stream);
 }
 
 }  // namespace
 
-template <class T>
+template <class T, Products kProducts>
 void launch_attention_fma_bwd(const AttentionBackwardParams& params, void* memory, Stream stream) {
   const AttentionParams& p = params.forward;
   Scratch scratch(memory);
@@ -130,12 +131,12 @@ void launch_attention_fma_bwd(const AttentionBackwardParams& params, void* memor
   request.num_rows = p.seqlen_q;
   request.grad_out = params.grad_out, request.grad_lse = params.grad_lse;
   request.sink_sums = parts.sink_sums, request.row_sums = parts.row_sums;
-  launch_fma_stats<T>(request, table, stats, DotProduct(), stream);
+  launch_fma_stats<T, kProducts>(request, table, stats, DotProduct(), stream);
 
-  if (params.grad_query.data) launch_fma_gradient_of<T, Gradient::kQuery>(params, p.head_dim, table, stats, DotProduct(), stream);
-  if (params.grad_key.data) launch_fma_gradient_of<T, Gradient::kKey>(params, p.head_dim, table, stats, DotProduct(), stream);
-  if (params.grad_value.data) launch_fma_gradient_of<T, Gradient::kValue>(params, p.head_dim_v, table, stats, DotProduct(), stream);
-  launch_fma_pair_grads<T>(params, parts, stats, stream);
+  if (params.grad_query.data) launch_fma_gradient_of<T, kProducts, Gradient::kQuery>(params, p.head_dim, table, stats, DotProduct(), stream);
+  if (params.grad_key.data) launch_fma_gradient_of<T, kProducts, Gradient::kKey>(params, p.head_dim, table, stats, DotProduct(), stream);
+  if (params.grad_value.data) launch_fma_gradient_of<T, kProducts, Gradient::kValue>(params, p.head_dim_v, table, stats, DotProduct(), stream);
+  launch_fma_pair_grads<T, kProducts>(params, parts, stats, stream);
 }
 
 }  // namespace cuda

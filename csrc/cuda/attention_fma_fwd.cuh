@@ -1,5 +1,5 @@
 #pragma once
-// Exact attention forward without tensor cores: one block per (batch item, query head, 64 queries, kOut columns of out). More columns than
+// Exact attention forward in Real: one block per (batch item, query head, 64 queries, kOut columns of out). More columns than
 // kOut are more blocks, which compute the same scores again.
 
 #include "attention_fma_launch.h"
@@ -36,7 +36,7 @@ using ForwardKept = KeptTile<Tile::kRows, Tile::kCols>;
 template <class Tile, class Product>
 constexpr int kForwardBytes =
     Product::template kBytes<Tile> + Tile::kScoreBytes + (Tile::kValues + SoftmaxRows<Tile>::kElements) * int(sizeof(typename Tile::Real)) +
-    ForwardKept<Tile>::kBytes + int(sizeof(ForwardHead<Tile>));
+    ForwardKept<Tile>::kBytes + int(sizeof(ForwardHead<Tile>) + sizeof(int));
 
 template <class Tile, class Product>
 __global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) == 8 && Tile::kOut == 32 ? 3 : 2)
@@ -53,8 +53,9 @@ __global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) ==
   uint8_t* const kept_bytes = carve.template take<uint8_t>(ForwardKept<Tile>::kBytes);
   ForwardHead<Tile>* const shared_head = carve.template take<ForwardHead<Tile>>(1);
   unsigned char* const product_memory = carve.template take<unsigned char>(Product::template kBytes<Tile>);
+  int* const not_finite = carve.template take<int>(1);
 
-  const Place at;
+  const typename Tile::Place at;
   // Late query tiles see most keys where the mask is causal: they start first.
   const int64_t pieces = max_of(int64_t(1), (p.head_dim_v + Tile::kOut - 1) / Tile::kOut), tiles = (p.seqlen_q + Tile::kRows - 1) / Tile::kRows;
   const int64_t first_col = int64_t(blockIdx.x) % pieces * Tile::kOut, block = int64_t(blockIdx.x) / pieces, item = block / tiles;
@@ -62,14 +63,15 @@ __global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) ==
   const RowRange query_rows{(tiles - 1 - block % tiles) * Tile::kRows, query_segment(p, batch).length};
   if (query_rows.first >= query_rows.end) return;
   const RowBounds bounds = table.bounds_of(batch, query_rows.first, Tile::kRows);
+  if (threadIdx.x == 0) *not_finite = 0;
   const ForwardHead<Tile>& of = in_shared(shared_head, p, table, batch, head);
 
   SoftmaxRows<Tile> softmax(p, head, state, at);
   typename Tile::Results out;
 #pragma unroll
-  for (int i = 0; i < Tile::kThreadRows; i++)
+  for (int i = 0; i < Tile::kProductRows; i++)
 #pragma unroll
-    for (int c = 0; c < Tile::kThreadOut; c++) out[i][c] = 0;
+    for (int c = 0; c < Tile::kResultCols; c++) out[i][c] = 0;
 
   bool queries_stay = false;
 #pragma unroll 1
@@ -77,7 +79,7 @@ __global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) ==
     const RowRange key_rows{int64_t(tile) * Tile::kCols, of.keys.length};
     const bool edge = of.pairs.hides || !bounds.covers(key_rows.first, key_rows.first + Tile::kCols);
     __syncthreads();  // all have left the weights and values of the tile before
-    stage<Tile::kCols, Tile::kOut, Tile::kOutStride, Tile::kThreads>(values, of.value, first_col, p.head_dim_v, key_rows);
+    stage_values<Tile>(values, not_finite, of.value, first_col, p.head_dim_v, key_rows);
     const auto kept = ForwardKept<Tile>::template draw<Tile::kThreads>(of.dropout, query_rows.first, key_rows.first, kept_bytes);
     typename Tile::Scores scores;
     product.template add<Tile>(scores, head, of.query, query_rows, of.key, key_rows, p.head_dim, queries_stay, queries, keys, product_memory, at);
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) ==
     const HeadScores<Real> pairs = of.pairs;
 #pragma unroll 1
     for (int i = 0; i < Tile::kThreadRows; i++) {
-      const int r = at.y + 8 * i;
+      const int r = at.row(i);
       const int64_t row = query_rows.first + r;
       const RowEntry visible = edge ? pairs.row(row) : RowEntry{0, 0, 0, 0};
       Real* const weights = keys + r * Tile::kStride + at.x;
@@ -97,33 +99,40 @@ __global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) ==
       for (int j = 0; j < Tile::kThreadCols; j++) x[j] = pairs(weights[16 * j], row, key_rows.first + at.x + 16 * j, edge, visible);
       softmax.add(i, x, at);
 #pragma unroll
-      for (int j = 0; j < Tile::kThreadCols; j++) weights[16 * j] = !is_hidden(x[j]) && !kept(r, at.x + 16 * j) ? Real(0) : x[j];
+      for (int j = 0; j < Tile::kThreadCols; j++) weights[16 * j] = !is_hidden(x[j]) && !kept(r, at.x + 16 * j) ? Real(0) : Tile::operand(x[j]);
     }
     __syncwarp();
     softmax.next_tile();
 #pragma unroll
-    for (int i = 0; i < Tile::kThreadRows; i++) {
-      const Real shrink = softmax.shrink[at.y + 8 * i];
+    for (int i = 0; i < Tile::kProductRows; i++) {
+      const Real shrink = softmax.shrink[at.result_row(i)];
 #pragma unroll
-      for (int c = 0; c < Tile::kThreadOut; c++) out[i][c] *= shrink;
+      for (int c = 0; c < Tile::kResultCols; c++) out[i][c] *= shrink;
     }
-    const int count = int(min_of(int64_t(Tile::kCols), (key_rows.end - key_rows.first + kVector - 1) / kVector * kVector));
-    if (edge) add_weighted<Tile, true>(out, keys, values, count, at);
-    else add_weighted<Tile, false>(out, keys, values, count, at);
+    add_weighted<Tile>(out, keys, values, key_rows.end - key_rows.first, edge, not_finite, at);
   }
 
   const int64_t packed = of.queries.begin;
   const Rows<T> to = rows_from<T>(p, p.out, batch, head, packed), residual = rows_from<T>(p, p.residual, batch, head, packed);
   const Real keep = Real(of.dropout.inverse_keep);
-#pragma unroll
+  __syncwarp();  // all have taken up the last factors
+#pragma unroll 1
   for (int i = 0; i < Tile::kThreadRows; i++) {
-    const int64_t row = query_rows.first + at.y + 8 * i;
-    const Real sum = row_sum(softmax.sum[i * Tile::kThreads]), factor = sum == Real(0) ? Real(0) : keep / sum;
-    if (row >= query_rows.end) continue;
-    if (p.lse && first_col == 0 && at.x == 0) ((Real*)p.lse)[lse_offset(p, batch, head) + packed + row] = natural_lse(softmax.max[at.y + 8 * i], sum);
+    const int64_t row = query_rows.first + at.row(i);
+    const Real sum = row_sum(softmax.sum[i * Tile::kThreads]);
+    if (at.x != 0) continue;
+    softmax.shrink[at.row(i)] = sum == Real(0) ? Real(0) : keep / sum;
+    if (p.lse && first_col == 0 && row < query_rows.end) ((Real*)p.lse)[lse_offset(p, batch, head) + packed + row] = natural_lse(softmax.max[at.row(i)], sum);
+  }
+  __syncwarp();
 #pragma unroll
-    for (int j = 0; j < Tile::kThreadOut; j += kVector) {
-      const int64_t col = first_col + kVector * at.x + 16 * j;
+  for (int i = 0; i < Tile::kProductRows; i++) {
+    const int64_t row = query_rows.first + at.result_row(i);
+    const Real factor = softmax.shrink[at.result_row(i)];
+    if (row >= query_rows.end) continue;
+#pragma unroll
+    for (int j = 0; j < Tile::kResultCols; j += kVector) {
+      const int64_t col = first_col + at.result_col(j);
       Real part[kVector];
 #pragma unroll
       for (int c = 0; c < kVector; c++) part[c] = out[i][j + c] * factor;
@@ -140,9 +149,9 @@ __global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) ==
   }
 }
 
-template <class T, int kOut, class Product>
+template <class T, int kOut, Products kProducts, class Product>
 void launch_fma_fwd(const AttentionParams& p, const RowTable& table, const Product& product, Stream stream) {
-  using Tile = FmaTile<T, kOut>;
+  using Tile = FmaTile<T, kOut, kProducts>;
   const int64_t pieces = max_of(int64_t(1), (p.head_dim_v + kOut - 1) / kOut), tiles = (p.seqlen_q + Tile::kRows - 1) / Tile::kRows;
   SIMT_LAUNCH((attention_fma_fwd_kernel<Tile, Product>), unsigned(pieces * tiles * p.batch * p.num_heads), Tile::kThreads, (kForwardBytes<Tile, Product>),
               stream, p, table, product);
@@ -154,20 +163,20 @@ void launch_fma_fwd(const AttentionParams& p, const RowTable& table, const Produ
 template <class T>
 constexpr int kFmaOut = sizeof(T) == 8 ? 64 : 128;
 
-template <class T, class Product>
+template <class T, Products kProducts, class Product>
 void launch_fma_fwd(const AttentionParams& p, const Product& product, void* memory, Stream stream) {
   Scratch scratch(memory);
   const RowTable table = take_row_table(p, &scratch, false);
   fill_row_table(p, table, stream);
   if constexpr (sizeof(T) > 2) {
-    if (p.head_dim_v <= kFmaOut<T> / 2) return launch_fma_fwd<T, kFmaOut<T> / 2>(p, table, product, stream);
+    if (p.head_dim_v <= kFmaOut<T> / 2) return launch_fma_fwd<T, kFmaOut<T> / 2, kProducts>(p, table, product, stream);
   }
-  launch_fma_fwd<T, kFmaOut<T>>(p, table, product, stream);
+  launch_fma_fwd<T, kFmaOut<T>, kProducts>(p, table, product, stream);
 }
 
-template <class T>
+template <class T, Products kProducts>
 void launch_attention_fma_fwd(const AttentionParams& p, void* memory, Stream stream) {
-  launch_fma_fwd<T>(p, DotProduct(), memory, stream);
+  launch_fma_fwd<T, kProducts>(p, DotProduct(), memory, stream);
 }
 
 }  // namespace cuda

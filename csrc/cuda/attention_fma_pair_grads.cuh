@@ -60,9 +60,9 @@ namespace {
 template <class Tile>
 using QueryPairs = PairTiles<Tile, false>;
 
-// Blocks on a multiprocessor of the kernels below.
+// Blocks of a multiprocessor that the registers must leave room for. In tf32 ptxas aims at more on sm_100 and sm_120 unless told, and spills.
 template <class Tile>
-constexpr int kPairBlocks = sizeof(typename Tile::Real) == 8 ? 2 : 3;
+constexpr int kPairBlocks = Tile::kTensorCores || sizeof(typename Tile::Real) == 8 ? 2 : 3;
 
 // grad_bias with rows and columns: a block per tile of a slice adds up the heads that share it.
 template <class Tile>
@@ -78,11 +78,11 @@ __global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
   Pairs* const shared_pairs = carve.template take<Pairs>(1);
 
   const AttentionParams& p = params.forward;
-  const Place at;
+  const typename Tile::Place at;
   const int64_t key_tiles = (p.seqlen_kv + Pairs::kKeys - 1) / Pairs::kKeys, query_tiles = (p.seqlen_q + Pairs::kQueries - 1) / Pairs::kQueries;
   const int64_t first_key = int64_t(blockIdx.x) % key_tiles * Pairs::kKeys, block = int64_t(blockIdx.x) / key_tiles;
   const int64_t first_query = block % query_tiles * Pairs::kQueries, slice = block / query_tiles;
-  typename Tile::Scores sum;
+  typename Tile::ThreadPairs sum;
 #pragma unroll
   for (int i = 0; i < Tile::kThreadRows; i++)
 #pragma unroll
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
 #pragma unroll
     for (int i = 0; i < Tile::kThreadRows; i++)
 #pragma unroll
-      for (int j = 0; j < Tile::kThreadCols; j++) sum[i][j] += right[(at.y + 8 * i) * Tile::kStride + at.x + 16 * j];
+      for (int j = 0; j < Tile::kThreadCols; j++) sum[i][j] += right[at.row(i) * Tile::kStride + at.x + 16 * j];
   }
   BiasSlices::find(p, params.grad_bias, slice, 0, &batch, &head);
   const Matrix<Real> to = matrix<Real>(p, params.grad_bias, batch, head);
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
   for (int i = 0; i < Tile::kThreadRows; i++)
 #pragma unroll
     for (int j = 0; j < Tile::kThreadCols; j++) {
-      const int64_t query = first_query + at.y + 8 * i, key = first_key + at.x + 16 * j;
+      const int64_t query = first_query + at.row(i), key = first_key + at.x + 16 * j;
       if (query < p.seqlen_q && key < p.seqlen_kv) to.row(query)[key * to.col_stride] = sum[i][j];
     }
 }
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
   Pairs* const shared_pairs = carve.template take<Pairs>(1);
 
   const AttentionParams& p = params.forward;
-  const Place at;
+  const typename Tile::Place at;
   const int64_t key_tiles = (p.seqlen_kv + Pairs::kKeys - 1) / Pairs::kKeys, item = int64_t(blockIdx.x) / key_tiles;
   const int64_t first_key = int64_t(blockIdx.x) % key_tiles * Pairs::kKeys, batch = item / p.num_heads, head = item % p.num_heads;
   const Pairs& pairs = in_shared(shared_pairs, params, table, stats, batch, head);
@@ -141,14 +141,14 @@ __global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
       Real of_tile = 0;
 #pragma unroll
       for (int i = 0; i < Tile::kThreadRows; i++)
-        if (first_query + at.y + 8 * i < p.seqlen_q) of_tile += right[(at.y + 8 * i) * Tile::kStride + at.x + 16 * j];
+        if (first_query + at.row(i) < p.seqlen_q) of_tile += right[at.row(i) * Tile::kStride + at.x + 16 * j];
       sum[j] += double(of_tile);
     }
   }
   __syncthreads();
   double* const sums = (double*)left;  // [8][kKeys]
 #pragma unroll
-  for (int j = 0; j < Tile::kThreadCols; j++) sums[at.y * Pairs::kKeys + at.x + 16 * j] = sum[j];
+  for (int j = 0; j < Tile::kThreadCols; j++) sums[at.half_warp() * Pairs::kKeys + at.x + 16 * j] = sum[j];
   __syncthreads();
   const int64_t key = first_key + threadIdx.x;
   if (threadIdx.x >= Pairs::kKeys || key >= p.seqlen_kv) return;
@@ -172,12 +172,12 @@ __global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
   Pairs* const shared_pairs = carve.template take<Pairs>(1);
 
   const AttentionParams& p = params.forward;
-  const Place at;
+  const typename Tile::Place at;
   const DistanceGrid grid(p, Pairs::kQueries, Pairs::kKeys);
   const int64_t item = int64_t(blockIdx.x) / grid.diagonals, batch = item / p.num_heads, head = item % p.num_heads;
   const int64_t ahead = (int64_t(blockIdx.x) % grid.diagonals - grid.first) * Pairs::kKeys;  // first key - first query
   const Pairs& pairs = in_shared(shared_pairs, params, table, stats, batch, head);
-  typename Tile::Scores sum;
+  typename Tile::ThreadPairs sum;
 #pragma unroll
   for (int i = 0; i < Tile::kThreadRows; i++)
 #pragma unroll
@@ -193,15 +193,15 @@ __global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
     for (int i = 0; i < Tile::kThreadRows; i++)
 #pragma unroll
       for (int j = 0; j < Tile::kThreadCols; j++) {
-        const bool inside = first_query + at.y + 8 * i < p.seqlen_q && first_key + at.x + 16 * j < p.seqlen_kv;
-        if (inside) sum[i][j] += right[(at.y + 8 * i) * Tile::kStride + at.x + 16 * j];
+        const bool inside = first_query + at.row(i) < p.seqlen_q && first_key + at.x + 16 * j < p.seqlen_kv;
+        if (inside) sum[i][j] += right[at.row(i) * Tile::kStride + at.x + 16 * j];
       }
   }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < Tile::kThreadRows; i++)
 #pragma unroll
-    for (int j = 0; j < Tile::kThreadCols; j++) right[(at.y + 8 * i) * Tile::kStride + at.x + 16 * j] = sum[i][j];
+    for (int j = 0; j < Tile::kThreadCols; j++) right[at.row(i) * Tile::kStride + at.x + 16 * j] = sum[i][j];
   __syncthreads();
   store_distances(right, Pairs::kQueries, Pairs::kKeys, Tile::kStride, Tile::kThreads, distance_sums + int64_t(blockIdx.x) * grid.width);
 }
@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
   Pairs* const shared_pairs = carve.template take<Pairs>(1);
 
   const AttentionParams& p = params.forward;
-  const Place at;
+  const typename Tile::Place at;
   const int64_t query_tiles = (p.seqlen_q + Pairs::kQueries - 1) / Pairs::kQueries, item = int64_t(blockIdx.x) / query_tiles;
   const int64_t tile_of_item = int64_t(blockIdx.x) % query_tiles, first_query = tile_of_item * Pairs::kQueries;
   const int64_t batch = item / p.num_heads, head = item % p.num_heads;
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
     for (int i = 0; i < Tile::kThreadRows; i++)
 #pragma unroll
       for (int j = 0; j < Tile::kThreadCols; j++) {
-        const int r = at.y + 8 * i, c = at.x + 16 * j;
+        const int r = at.row(i), c = at.x + 16 * j;
         if (first_query + r < pairs.seqlen_q) of_tile -= right[r * Tile::kStride + c] * pairs.pairs.scores.distance(first_query + r, first_key + c);
       }
     sum += double(of_tile);
@@ -256,9 +256,9 @@ __global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
   slope_sums[p.cu_seqlens_q ? head * slope_tiles + queries.begin / kSlopeRows + batch + tile_of_item : int64_t(blockIdx.x)] = Real(sum);
 }
 
-template <class T>
+template <class T, Products kProducts>
 void launch_fma_pair_grads(const AttentionBackwardParams& params, const FmaBackwardScratch& parts, const RowStats<Real<T>>& stats, Stream stream) {
-  using Tile = FmaTile<T, 64>;
+  using Tile = FmaTile<T, 64, kProducts>;
   using Pairs = QueryPairs<Tile>;
   using R = Real<T>;
   const AttentionParams& p = params.forward;

@@ -47,7 +47,7 @@ struct PairTiles {
   // The tile in `right`, hidden_weight() where hidden; each half warp may read its rows after a barrier of the warp. `left`, `right` and
   // `kept_bytes` are free for all threads, and what the caller has staged before is there afterwards.
   template <PairValue kWanted>
-  SIMT_DEVICE void compute(int64_t first_query, int64_t first_key, bool edge, Real* left, Real* right, uint8_t* kept_bytes, Place at,
+  SIMT_DEVICE void compute(int64_t first_query, int64_t first_key, bool edge, Real* left, Real* right, uint8_t* kept_bytes, typename Tile::Place at,
                            const Product& product = Product(), unsigned char* product_memory = nullptr) const {
     const RowRange query_rows{first_query, seqlen_q}, key_rows{first_key, seqlen_kv};
     const RowRange left_rows = kKeyRows ? key_rows : query_rows, right_rows = kKeyRows ? query_rows : key_rows;
@@ -75,7 +75,7 @@ struct PairTiles {
     }
 #pragma unroll 1
     for (int i = 0; i < Tile::kThreadRows; i++) {
-      const int r = at.y + 8 * i;
+      const int r = at.row(i);
       QueryStats of_row;
       if constexpr (!kKeyRows) of_row = stats_of(first_query + r, edge);
       Real* const to = right + r * Tile::kStride + at.x;
@@ -89,10 +89,10 @@ struct PairTiles {
         const Real weight = exp((score - row.shift) - row.lse);
         const bool is_kept = kept(q, k);
         Real x;
-        if constexpr (kWanted == PairValue::kWeight) x = is_kept ? weight : Real(0);
+        if constexpr (kWanted == PairValue::kWeight) x = is_kept ? Tile::operand(weight) : Real(0);
         else {
           x = weight * ((is_kept ? to[16 * j] * factor : Real(0)) - row.delta);
-          if constexpr (kWanted == PairValue::kGradProduct) x *= derivative;
+          if constexpr (kWanted == PairValue::kGradProduct) x = Tile::operand(x * derivative);
           x += Real(0);  // +0 for a visible -0
         }
         to[16 * j] = score == minus_infinity(Real()) ? hidden_weight<Real>() : x;

@@ -37,10 +37,15 @@ SIMT_DEVICE bool is_coarse(Real<T> lse) {
 }
 
 template <class Tile, class Product>
-constexpr int kStatsBytes = Product::template kBytes<Tile> + Tile::kScoreBytes + (SoftmaxRows<Tile>::kElements + 2 * Tile::kRows) * int(sizeof(typename Tile::Real));
+constexpr int kStatsBytes =
+    Product::template kBytes<Tile> + Tile::kScoreBytes + (SoftmaxRows<Tile>::kElements + 2 * Tile::kRows) * int(sizeof(typename Tile::Real));
+
+// Blocks of a multiprocessor: conversions from 16 bit take registers that three do not leave.
+template <class Tile>
+constexpr int kStatsBlocks = sizeof(typename Tile::T) == 2 ? 2 : 3;
 
 template <class Tile, class Product>
-__global__ void __launch_bounds__(Tile::kThreads, 3)
+__global__ void __launch_bounds__(Tile::kThreads, kStatsBlocks<Tile>)
     attention_fma_stats_kernel(StatsParams params, RowTable table, RowStats<typename Tile::Real> stats, Product product) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;
@@ -54,7 +59,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 3)
   unsigned char* const product_memory = carve.template take<unsigned char>(Product::template kBytes<Tile>);
 
   const AttentionParams& p = params.forward;
-  const Place at;
+  const typename Tile::Place at;
   const int64_t tiles = (params.num_rows + Tile::kRows - 1) / Tile::kRows, item = int64_t(blockIdx.x) / tiles;
   const int64_t batch = item / p.num_heads, head = item % p.num_heads, kv_head = head / (p.num_heads / p.num_heads_kv);
   const Segment of_queries = query_segment(p, batch), of_keys = key_segment(p, batch);
@@ -89,7 +94,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 3)
       put_scores<Tile>(keys, scores, at);
 #pragma unroll 1
       for (int i = 0; i < Tile::kThreadRows; i++) {
-        const int r = at.y + 8 * i;
+        const int r = at.row(i);
         const int64_t row = query_rows(r);
         const RowEntry visible = pairs.row(row);
         Real x[Tile::kThreadCols];
@@ -102,7 +107,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 3)
     }
 #pragma unroll 1
     for (int i = 0; i < Tile::kThreadRows; i++) {
-      const int r = at.y + 8 * i;
+      const int r = at.row(i);
       const Real sum = log(row_sum(softmax.sum[i * Tile::kThreads])), known = lse_of(r), max = softmax.max[r];
       if (at.x != 0 || !is_coarse<T>(known)) continue;
       // A larger lse is that of a sink, and stays.
@@ -155,9 +160,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 3)
   }
 }
 
-template <class T, class Product>
+template <class T, Products kProducts, class Product>
 void launch_fma_stats(const StatsParams& params, const RowTable& table, const RowStats<Real<T>>& stats, const Product& product, Stream stream) {
-  using Tile = FmaTile<T, 64>;
+  using Tile = FmaTile<T, 64, kProducts>;
   const int64_t tiles = (params.num_rows + Tile::kRows - 1) / Tile::kRows;
   SIMT_LAUNCH((attention_fma_stats_kernel<Tile, Product>), unsigned(tiles * params.forward.batch * params.forward.num_heads), Tile::kThreads,
               (kStatsBytes<Tile, Product>), stream, params, table, stats, product);

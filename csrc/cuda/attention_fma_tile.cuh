@@ -1,10 +1,12 @@
 #pragma once
-// What exact attention without tensor cores is made of: tiles of rows as Real in shared memory, a product of rows with rows (scores) and one
-// of weights with rows (outputs and gradients), both in registers, and the score of a pair.
+// What exact attention in Real is made of: tiles of rows as Real in shared memory, a product of rows with rows (scores) and one of weights
+// with rows (outputs and gradients), both in registers, by multiply-adds or by tensor cores in tf32, and the score of a pair.
 
 #include <math.h>
 #include <new>
+#include <type_traits>
 
+#include "attention_fma_launch.h"
 #include "dropout.cuh"
 #include "load.cuh"
 #include "row_table.cuh"
@@ -13,26 +15,75 @@
 namespace tiled_attention {
 namespace cuda {
 
-// A block has 8 x 16 threads for kRows rows and kCols columns of scores; thread (y, x) owns rows y + 8 i, columns x + 16 j of them, and in
-// results of kOut columns those from kVector (x + 16 j) on. 8 x 4 scores take 12 accesses of 16 bytes for 128 multiply-adds.
-template <class T_, int kOut_>
+SIMT_DEVICE uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+SIMT_DEVICE uint64_t bits_of(double x) {
+  uint64_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+SIMT_DEVICE float float_of_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+// Where a thread stands in a block of 8 x 16. It takes up the pairs of rows row(i) and columns x + 16 j, and holds in registers the elements
+// (score_row(i), score_col(j)) of the first product and (result_row(i), result_col(j)) of the second, of which kVector columns lie together.
+// A half warp has eight rows to itself, and the two write to different banks: their rows are four apart.
+template <int kVector>
+struct FmaPlace {
+  int y, x;
+  SIMT_DEVICE FmaPlace() : y(int(threadIdx.x) / 32 + int(threadIdx.x) % 32 / 16 * 4), x(int(threadIdx.x) % 16) {}
+  SIMT_DEVICE int half_warp() const { return y; }
+  SIMT_DEVICE int row(int i) const { return y + 8 * i; }
+  SIMT_DEVICE int score_row(int i) const { return row(i); }
+  SIMT_DEVICE int score_col(int j) const { return x + 16 * j; }
+  SIMT_DEVICE int result_row(int i) const { return row(i); }
+  SIMT_DEVICE int result_col(int j) const { return kVector * x + 16 * j; }
+};
+// A warp has 16 neighbouring rows; its lane 4 g + t holds rows g and g + 8 of products.
+struct MmaPlace {
+  int y, x;
+  SIMT_DEVICE MmaPlace() : y(int(threadIdx.x) / 32 * 16 + int(threadIdx.x) % 32 / 16 * 4), x(int(threadIdx.x) % 16) {}
+  SIMT_DEVICE int half_warp() const { return int(threadIdx.x) / 16; }
+  SIMT_DEVICE int row(int i) const { return y + i + (i & 4); }
+  SIMT_DEVICE int score_row(int i) const { return y + x / 4 + 8 * i; }
+  SIMT_DEVICE int score_col(int j) const { return x % 4 + 4 * j; }
+  SIMT_DEVICE int result_row(int i) const { return score_row(i); }
+  SIMT_DEVICE int result_col(int j) const { return x % 4 * 8 + j % 8 + j / 8 * 32; }
+};
+
+// A block has 128 threads for kRows rows and kCols columns of scores, and for kOut columns of results.
+template <class T_, int kOut_, Products kProducts_>
 struct FmaTile {
   using T = T_;
   using Real = typename RealOf<T>::type;
+  static constexpr Products kProducts = kProducts_;
+  static constexpr bool kTensorCores = kProducts == Products::kTf32;
+  static_assert(!kTensorCores || (sizeof(T) == 4 && kOut_ % 32 == 0), "tf32 is float32 cut short");
   static constexpr int kThreads = 128, kRows = 64, kCols = sizeof(Real) == 8 ? 32 : 64, kDepth = kCols, kOut = kOut_;
-  static constexpr int kVector = 16 / int(sizeof(Real)), kThreadRows = kRows / 8, kThreadCols = kCols / 16, kThreadOut = kOut / 16;
-  // 16 bytes more than the columns: eight rows of one column lie in different banks.
-  static constexpr int kStride = kDepth + kVector, kOutStride = kOut + kVector;
+  static constexpr int kVector = 16 / int(sizeof(Real)), kThreadRows = kRows / 8, kThreadCols = kCols / 16;
+  using Place = typename std::conditional<kTensorCores, MmaPlace, FmaPlace<kVector>>::type;
+  // Terms of a product that are added at a time, and how many elements of products a thread holds.
+  static constexpr int kTerms = kTensorCores ? 8 : kVector, kProductRows = kTensorCores ? 2 : kThreadRows;
+  static constexpr int kScoreCols = kRows * kCols / kThreads / kProductRows, kResultCols = kRows * kOut / kThreads / kProductRows;
+  using ThreadPairs = Real[kThreadRows][kThreadCols];
+  using Scores = Real[kProductRows][kScoreCols];
+  using Results = Real[kProductRows][kResultCols];
+  // 16 bytes more than the columns: eight rows of one column lie in different banks. In values, four rows of two neighbouring columns of 16 bytes do.
+  static constexpr int kStride = kDepth + kVector, kOutStride = kOut + (kTensorCores ? 8 : kVector);
   static constexpr int kLeft = kRows * kStride, kRight = kRows * kStride, kValues = kCols * kOutStride;
   static constexpr int kScoreBytes = (kLeft + kRight) * int(sizeof(Real));
-  using Scores = Real[kThreadRows][kThreadCols];
-  using Results = Real[kThreadRows][kThreadOut];
-};
 
-// Where a thread stands. Both halves of a warp write weights to different banks.
-struct Place {
-  int y, x;
-  SIMT_DEVICE Place() : y(int(threadIdx.x) / 32 + int(threadIdx.x) % 32 / 16 * 4), x(int(threadIdx.x) % 16) {}
+  // What products multiply in place of x.
+  SIMT_DEVICE static Real operand(Real x) {
+    if constexpr (kTensorCores) return float_of_bits(simt::to_tf32(x));
+    else return x;
+  }
 };
 
 // Row r of a tile is row first + r of its matrix; negative behind the end.
@@ -59,11 +110,13 @@ SIMT_DEVICE X& in_shared(X* memory, const Args&... args) {
   return *memory;
 }
 
-// Columns [col, col + kColumns) of kCount rows of a matrix, [kCount][kStride], 0 outside of it.
-template <int kCount, int kColumns, int kStride, int kThreads, class T, class RowOf>
-SIMT_DEVICE void stage(Real<T>* tile, const Rows<const T> m, int64_t col, int64_t end_col, const RowOf& row_of) {
-  constexpr int kPerRow = kColumns / kVec<T>, kUnits = kCount * kPerRow, kStore = kVec<Real<T>>;
+// Columns [col, col + kColumns) of kCount rows of a matrix as operands, [kCount][kStride], 0 outside of it. Whether all of this thread are finite.
+template <class Tile, int kCount, int kColumns, int kStride, class RowOf>
+SIMT_DEVICE bool stage(typename Tile::Real* tile, const Rows<const typename Tile::T> m, int64_t col, int64_t end_col, const RowOf& row_of) {
+  using T = typename Tile::T;
+  constexpr int kPerRow = kColumns / kVec<T>, kUnits = kCount * kPerRow, kStore = kVec<Real<T>>, kThreads = Tile::kThreads;
   static_assert(kColumns % kVec<T> == 0 && kUnits % kThreads == 0, "whole units");
+  bool finite = true;
 #pragma unroll(sizeof(T) == 2 ? 2 : 4)
   for (int i = 0; i < kUnits / kThreads; i++) {
     const int unit = i * kThreads + int(threadIdx.x), r = unit / kPerRow, c = unit % kPerRow * kVec<T>;
@@ -79,15 +132,27 @@ SIMT_DEVICE void stage(Real<T>* tile, const Rows<const T> m, int64_t col, int64_
     for (int k = 0; k < kVec<T>; k += kStore) {
       Vec16<Real<T>> part;
 #pragma unroll
-      for (int e = 0; e < kStore; e++) part.x[e] = x[k + e];
+      for (int e = 0; e < kStore; e++) {
+        part.x[e] = Tile::operand(x[k + e]);
+        if (Tile::kTensorCores) finite = finite && is_finite(part.x[e]);
+      }
       *reinterpret_cast<Vec16<Real<T>>*>(tile + r * kStride + c + k) = part;
     }
   }
+  return finite;
 }
 
-// scores[i][j] += left row . right row over `depth` columns, a multiple of kVector: one chain of multiply-adds per score.
+// kCols rows of a matrix for the second product, kOut columns of them. not_finite, 0 before the first, becomes more where one holds inf or NaN.
 template <class Tile>
-SIMT_DEVICE void add_row_products(typename Tile::Scores& scores, const typename Tile::Real* left, const typename Tile::Real* right, int depth, Place at) {
+SIMT_DEVICE void stage_values(typename Tile::Real* values, int* not_finite, const Rows<const typename Tile::T>& m, int64_t first_col, int64_t cols,
+                              const RowRange& rows) {
+  if (!stage<Tile, Tile::kCols, Tile::kOut, Tile::kOutStride>(values, m, first_col, cols, rows)) atomicAdd(not_finite, 1);
+}
+
+// scores[i][j] += left row . right row over `depth` columns, a multiple of kTerms: one chain of multiply-adds per score.
+template <class Tile>
+SIMT_DEVICE void add_row_products(typename Tile::Scores& scores, const typename Tile::Real* left, const typename Tile::Real* right, int depth,
+                                  typename Tile::Place at) {
   using Vector = Vec16<typename Tile::Real>;
   left += at.y * Tile::kStride, right += at.x * Tile::kStride;
 #pragma unroll 1
@@ -106,24 +171,61 @@ SIMT_DEVICE void add_row_products(typename Tile::Scores& scores, const typename 
   }
 }
 
+// d += a b for a d whose registers need not lie together.
+SIMT_DEVICE void mma_tf32(float& d00, float& d01, float& d10, float& d11, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  float d[4] = {d00, d01, d10, d11};
+  simt::mma_1688_tf32(d, a, b0, b1);
+  d00 = d[0], d01 = d[1], d10 = d[2], d11 = d[3];
+}
+// Where a lane begins to read the A fragments of the rows of its warp: ldmatrix moves a float as two 16-bit elements.
+template <class Tile>
+SIMT_DEVICE const float* a_fragments(const float* tile) {
+  const int lane = int(threadIdx.x) % 32;
+  return tile + (int(threadIdx.x) / 32 * 16 + lane % 16) * Tile::kStride + lane / 16 * 4;
+}
+
+// The same by tensor cores. Column 2 t + e of 8 is row t + 4 e of `right`: scores written one by one meet 32 banks.
+template <class Tile>
+SIMT_DEVICE void add_row_products_tf32(typename Tile::Scores& scores, const float* left, const float* right, int depth) {
+  const int lane = int(threadIdx.x) % 32;
+  left = a_fragments<Tile>(left);
+  right += (lane / 16 * 8 + lane % 2 * 4 + lane % 8 / 2) * Tile::kStride + lane / 8 % 2 * 4;
+#pragma unroll 1
+  for (int k = 0; k < depth; k += Tile::kTerms) {
+    uint32_t a[4];
+    simt::ldmatrix_x4(a, left + k);
+#pragma unroll
+    for (int n = 0; n < Tile::kCols / 8; n += 2) {
+      uint32_t b[4];
+      simt::ldmatrix_x4(b, right + n * 8 * Tile::kStride + k);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int j = 2 * (n + h);
+        mma_tf32(scores[0][j], scores[0][j + 1], scores[1][j], scores[1][j + 1], a, b[2 * h], b[2 * h + 1]);
+      }
+    }
+  }
+}
+
 // scores = left rows . right rows over all `dim` columns, kDepth at a time through shared memory, which must be free. `left_stays`: the rows of
 // the last call are still there.
 template <class Tile, class LeftRow, class RightRow>
 SIMT_DEVICE void row_products(typename Tile::Scores& scores, const Rows<const typename Tile::T>& left, const LeftRow& left_row,
                               const Rows<const typename Tile::T>& right, const RightRow& right_row, int64_t dim, bool left_stays,
-                              typename Tile::Real* left_tile, typename Tile::Real* right_tile, Place at) {
+                              typename Tile::Real* left_tile, typename Tile::Real* right_tile, typename Tile::Place at) {
 #pragma unroll
-  for (int i = 0; i < Tile::kThreadRows; i++)
+  for (int i = 0; i < Tile::kProductRows; i++)
 #pragma unroll
-    for (int j = 0; j < Tile::kThreadCols; j++) scores[i][j] = 0;
+    for (int j = 0; j < Tile::kScoreCols; j++) scores[i][j] = 0;
 #pragma unroll 1
   for (int64_t col = 0; col < dim; col += Tile::kDepth) {
     if (col > 0) __syncthreads();
-    if (!left_stays) stage<Tile::kRows, Tile::kDepth, Tile::kStride, Tile::kThreads>(left_tile, left, col, dim, left_row);
-    stage<Tile::kCols, Tile::kDepth, Tile::kStride, Tile::kThreads>(right_tile, right, col, dim, right_row);
+    if (!left_stays) stage<Tile, Tile::kRows, Tile::kDepth, Tile::kStride>(left_tile, left, col, dim, left_row);
+    stage<Tile, Tile::kCols, Tile::kDepth, Tile::kStride>(right_tile, right, col, dim, right_row);
     __syncthreads();
-    const int depth = int(min_of(int64_t(Tile::kDepth), dim - col));
-    add_row_products<Tile>(scores, left_tile, right_tile, (depth + Tile::kVector - 1) / Tile::kVector * Tile::kVector, at);
+    const int depth = (int(min_of(int64_t(Tile::kDepth), dim - col)) + Tile::kTerms - 1) / Tile::kTerms * Tile::kTerms;
+    if constexpr (Tile::kTensorCores) add_row_products_tf32<Tile>(scores, left_tile, right_tile, depth);
+    else add_row_products<Tile>(scores, left_tile, right_tile, depth, at);
   }
 }
 
@@ -134,7 +236,7 @@ struct DotProduct {
   template <class Tile, class LeftRow, class RightRow>
   SIMT_DEVICE void add(typename Tile::Scores& scores, int64_t /*head*/, const Rows<const typename Tile::T>& left, const LeftRow& left_row,
                        const Rows<const typename Tile::T>& right, const RightRow& right_row, int64_t dim, bool left_stays, typename Tile::Real* left_tile,
-                       typename Tile::Real* right_tile, unsigned char* /*memory*/, Place at) const {
+                       typename Tile::Real* right_tile, unsigned char* /*memory*/, typename Tile::Place at) const {
     row_products<Tile>(scores, left, left_row, right, right_row, dim, left_stays, left_tile, right_tile, at);
   }
 };
@@ -144,35 +246,28 @@ template <class Real>
 SIMT_DEVICE Real hidden_weight() {
   return Real(-0.0);
 }
-SIMT_DEVICE bool is_hidden(float weight) {
-  uint32_t bits;
-  memcpy(&bits, &weight, sizeof(bits));
-  return bits == 0x80000000u;
-}
-SIMT_DEVICE bool is_hidden(double weight) {
-  uint64_t bits;
-  memcpy(&bits, &weight, sizeof(bits));
-  return bits == 0x8000000000000000u;
-}
+SIMT_DEVICE bool is_hidden(float weight) { return bits_of(weight) == 0x80000000u; }
+SIMT_DEVICE bool is_hidden(double weight) { return bits_of(weight) == 0x8000000000000000u; }
 
 // sums[i] += weights[row][k] values[k] over `count` columns of the weights. kSelect: some pairs may be hidden.
 template <class Tile, bool kSelect>
-SIMT_DEVICE void add_weighted_chain(typename Tile::Results& sums, const typename Tile::Real* weights, const typename Tile::Real* values, int count, Place at) {
+SIMT_DEVICE void add_weighted_chain(typename Tile::Results& sums, const typename Tile::Real* weights, const typename Tile::Real* values, int count,
+                                    typename Tile::Place at) {
   using Vector = Vec16<typename Tile::Real>;
   constexpr int kVector = Tile::kVector;
-  weights += at.y * Tile::kStride, values += at.x * kVector;
+  weights += at.result_row(0) * Tile::kStride, values += at.result_col(0);
 #pragma unroll 1
   for (int k = 0; k < count; k += kVector) {
-    Vector w[Tile::kThreadRows];
+    Vector w[Tile::kProductRows];
 #pragma unroll
-    for (int i = 0; i < Tile::kThreadRows; i++) w[i] = *reinterpret_cast<const Vector*>(weights + 8 * i * Tile::kStride + k);
+    for (int i = 0; i < Tile::kProductRows; i++) w[i] = *reinterpret_cast<const Vector*>(weights + 8 * i * Tile::kStride + k);
 #pragma unroll
     for (int e = 0; e < kVector; e++)
 #pragma unroll
-      for (int j = 0; j < Tile::kThreadOut; j += kVector) {
-        const Vector v = *reinterpret_cast<const Vector*>(values + (k + e) * Tile::kOutStride + 16 * j);
+      for (int j = 0; j < Tile::kResultCols; j += kVector) {
+        const Vector v = *reinterpret_cast<const Vector*>(values + (k + e) * Tile::kOutStride + at.result_col(j) - at.result_col(0));
 #pragma unroll
-        for (int i = 0; i < Tile::kThreadRows; i++) {
+        for (int i = 0; i < Tile::kProductRows; i++) {
           if (kSelect && is_hidden(w[i].x[e])) continue;
 #pragma unroll
           for (int c = 0; c < kVector; c++) sums[i][j + c] += w[i].x[e] * v.x[c];
@@ -181,29 +276,57 @@ SIMT_DEVICE void add_weighted_chain(typename Tile::Results& sums, const typename
   }
 }
 
-// The same, added to `results`. In float32 a tile is summed by itself first: one chain over thousands of columns would lose what the contract
-// keeps, twice the error of sums in blocks.
-template <class Tile, bool kSelect>
-SIMT_DEVICE void add_weighted(typename Tile::Results& results, const typename Tile::Real* weights, const typename Tile::Real* values, int count, Place at) {
-  if constexpr (sizeof(typename Tile::Real) == 8) {
-    add_weighted_chain<Tile, kSelect>(results, weights, values, count, at);
-  } else {
-    typename Tile::Results of_tile = {};
-    add_weighted_chain<Tile, kSelect>(of_tile, weights, values, count, at);
+// The same by tensor cores, where what is hidden counts as 0. Column 2 t + e of the j-th 8 of 32 is column 8 t + 4 e + j: four of them are one access.
+template <class Tile>
+SIMT_DEVICE void add_weighted_tf32(typename Tile::Results& sums, const float* weights, const float* values, int count) {
+  const int lane = int(threadIdx.x) % 32;
+  weights = a_fragments<Tile>(weights), values += lane % 4 * Tile::kOutStride + lane / 4 * 4;
+#pragma unroll 1
+  for (int k = 0; k < count; k += Tile::kTerms, values += Tile::kTerms * Tile::kOutStride) {
+    uint32_t a[4];
+    simt::ldmatrix_x4(a, weights + k);
 #pragma unroll
-    for (int i = 0; i < Tile::kThreadRows; i++)
+    for (int n = 0; n < Tile::kResultCols; n += 8) {
+      const auto b0 = *reinterpret_cast<const Vec16<float>*>(values + 4 * n),
+                 b1 = *reinterpret_cast<const Vec16<float>*>(values + 4 * Tile::kOutStride + 4 * n);
 #pragma unroll
-      for (int c = 0; c < Tile::kThreadOut; c++) results[i][c] += of_tile[i][c];
+      for (int j = n; j < n + 4; j++) mma_tf32(sums[0][j], sums[0][j + 4], sums[1][j], sums[1][j + 4], a, bits_of(b0.x[j - n]), bits_of(b1.x[j - n]));
+    }
   }
 }
 
-// To the tile of weights, where each thread can take up its own row by row without holding all of them. The rows are those of its half warp.
+// results += weights . values over the first `columns` columns of the weights, all where there are more. `edge`: some pairs may be hidden. In
+// float32 a tile is summed by itself first: one chain over thousands of columns would lose what the contract keeps, twice the error of sums in
+// blocks.
 template <class Tile>
-SIMT_DEVICE void put_scores(typename Tile::Real* tile, const typename Tile::Scores& scores, Place at) {
+SIMT_DEVICE void add_weighted(typename Tile::Results& results, const typename Tile::Real* weights, const typename Tile::Real* values, int64_t columns,
+                              bool edge, const int* not_finite, typename Tile::Place at) {
+  const int count = (int(min_of(int64_t(Tile::kCols), columns)) + Tile::kTerms - 1) / Tile::kTerms * Tile::kTerms;
+  if constexpr (Tile::kTensorCores) {
+    if (edge && *not_finite) add_weighted_chain<Tile, true>(results, weights, values, count, at);
+    else add_weighted_tf32<Tile>(results, weights, values, count);
+  } else if constexpr (sizeof(typename Tile::Real) == 8) {
+    if (edge) add_weighted_chain<Tile, true>(results, weights, values, count, at);
+    else add_weighted_chain<Tile, false>(results, weights, values, count, at);
+  } else {
+    typename Tile::Results of_tile = {};
+    if (edge) add_weighted_chain<Tile, true>(of_tile, weights, values, count, at);
+    else add_weighted_chain<Tile, false>(of_tile, weights, values, count, at);
 #pragma unroll
-  for (int i = 0; i < Tile::kThreadRows; i++)
+    for (int i = 0; i < Tile::kProductRows; i++)
 #pragma unroll
-    for (int j = 0; j < Tile::kThreadCols; j++) tile[(at.y + 8 * i) * Tile::kStride + at.x + 16 * j] = scores[i][j];
+      for (int c = 0; c < Tile::kResultCols; c++) results[i][c] += of_tile[i][c];
+  }
+}
+
+// To the tile of weights, where each thread can take up its own row by row without holding all of them. The rows are those of its warp.
+template <class Tile>
+SIMT_DEVICE void put_scores(typename Tile::Real* tile, const typename Tile::Scores& scores, typename Tile::Place at) {
+#pragma unroll
+  for (int i = 0; i < Tile::kProductRows; i++)
+#pragma unroll
+    for (int j = 0; j < Tile::kScoreCols; j++) tile[at.score_row(i) * Tile::kStride + at.score_col(j)] = scores[i][j];
+  if (Tile::kTensorCores) __syncwarp();
 }
 
 // What dropout keeps of a tile: a byte for 2 queries x 4 keys by absolute position, the pairs of one Philox call.
@@ -303,7 +426,7 @@ struct SoftmaxRows {
   Real* sum;                      // [kThreadRows][kThreads], each thread's share
   const Real sink;
 
-  SIMT_DEVICE SoftmaxRows(const AttentionParams& p, int64_t head, Real* memory, Place at)
+  SIMT_DEVICE SoftmaxRows(const AttentionParams& p, int64_t head, Real* memory, typename Tile::Place at)
       : max(memory),
         next_max(memory + Tile::kRows),
         shrink(memory + 2 * Tile::kRows),
@@ -311,13 +434,13 @@ struct SoftmaxRows {
         sink(p.sinks ? ((const Real*)p.sinks)[head] : minus_infinity(Real())) {
 #pragma unroll
     for (int i = 0; i < Tile::kThreadRows; i++) {
-      if (at.x == 0) max[at.y + 8 * i] = sink;
+      if (at.x == 0) max[at.row(i)] = sink;
       sum[i * Tile::kThreads] = at.x == 0 && sink != minus_infinity(Real()) ? Real(1) : Real(0);
     }
   }
   // The scores of a thread in its row i become weights, hidden_weight() where they are -inf. Rows are not to be read before next_tile().
-  SIMT_DEVICE void add(int i, Real (&scores)[Tile::kThreadCols], Place at) {
-    const int row = at.y + 8 * i;
+  SIMT_DEVICE void add(int i, Real (&scores)[Tile::kThreadCols], typename Tile::Place at) {
+    const int row = at.row(i);
     const Real before = max[row];
     Real top = scores[0];
 #pragma unroll

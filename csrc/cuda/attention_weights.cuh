@@ -23,8 +23,12 @@ struct WeightsScratch {
 
 namespace {
 
+// Blocks that the registers must leave room for; 0 asks for nothing. In tf32 ptxas then aims at three on sm_120, and spills.
+template <class Tile>
+constexpr int kWeightsBlocks = Tile::kTensorCores ? 2 : 0;
+
 template <class Tile, class Product>
-__global__ void __launch_bounds__(Tile::kThreads)
+__global__ void __launch_bounds__(Tile::kThreads, kWeightsBlocks<Tile>)
     attention_weights_kernel(AttentionWeightsParams params, RowTable table, RowStats<typename Tile::Real> stats, Product product) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;
@@ -35,7 +39,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
   unsigned char* const product_memory = carve.template take<unsigned char>(Product::template kBytes<Tile>);
 
   const AttentionParams& p = params.forward;
-  const Place at;
+  const typename Tile::Place at;
   const int64_t key_tiles = (p.seqlen_kv + Tile::kCols - 1) / Tile::kCols, row_tiles = (params.num_rows + Tile::kRows - 1) / Tile::kRows;
   const int64_t block = int64_t(blockIdx.x) / key_tiles, item = block / row_tiles, heads = params.average ? 1 : p.num_heads;
   const int64_t batch = item / heads, first_head = item % heads, last_head = params.average ? p.num_heads : first_head + 1;
@@ -43,7 +47,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
   const ChosenRows query_rows{params.rows, block % row_tiles * Tile::kRows, params.num_rows, p.seqlen_q};
   const bool seen = params.rows || table.bounds_of(batch, query_rows.first, Tile::kRows).sees(key_rows.first, key_rows.first + Tile::kCols);
 
-  typename Tile::Scores sum;
+  typename Tile::ThreadPairs sum;
 #pragma unroll
   for (int i = 0; i < Tile::kThreadRows; i++)
 #pragma unroll
@@ -62,7 +66,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
     put_scores<Tile>(keys, scores, at);
 #pragma unroll 1
     for (int i = 0; i < Tile::kThreadRows; i++) {
-      const int r = at.y + 8 * i;
+      const int r = at.row(i);
       const int64_t row = query_rows(r);
       if (row < 0) continue;
       const RowEntry visible = pairs.row(row);
@@ -79,13 +83,13 @@ __global__ void __launch_bounds__(Tile::kThreads)
 #pragma unroll
     for (int i = 0; i < Tile::kThreadRows; i++)
 #pragma unroll
-      for (int j = 0; j < Tile::kThreadCols; j++) sum[i][j] += keys[(at.y + 8 * i) * Tile::kStride + at.x + 16 * j];
+      for (int j = 0; j < Tile::kThreadCols; j++) sum[i][j] += keys[at.row(i) * Tile::kStride + at.x + 16 * j];
   }
 
   const Matrix<Real> to = matrix<Real>(p, params.weights, batch, first_head);
 #pragma unroll
   for (int i = 0; i < Tile::kThreadRows; i++) {
-    const int64_t row = query_rows.first + at.y + 8 * i;
+    const int64_t row = query_rows.first + at.row(i);
     if (row >= params.num_rows) continue;
 #pragma unroll
     for (int j = 0; j < Tile::kThreadCols; j++) {
@@ -97,9 +101,9 @@ __global__ void __launch_bounds__(Tile::kThreads)
 
 }  // namespace
 
-template <class T, class Product>
+template <class T, Products kProducts, class Product>
 void launch_weights(const AttentionWeightsParams& params, const Product& product, void* memory, Stream stream) {
-  using Tile = FmaTile<T, 64>;
+  using Tile = FmaTile<T, 64, kProducts>;
   const AttentionParams& p = params.forward;
   Scratch scratch(memory);
   const WeightsScratch parts(params, &scratch);
@@ -109,15 +113,15 @@ void launch_weights(const AttentionWeightsParams& params, const Product& product
   request.forward = p;
   request.rows = params.rows, request.num_rows = params.num_rows;
   request.unknown_sinks = true;
-  launch_fma_stats<T>(request, parts.table, stats, product, stream);
+  launch_fma_stats<T, kProducts>(request, parts.table, stats, product, stream);
   const int64_t key_tiles = (p.seqlen_kv + Tile::kCols - 1) / Tile::kCols, row_tiles = (params.num_rows + Tile::kRows - 1) / Tile::kRows;
   SIMT_LAUNCH((attention_weights_kernel<Tile, Product>), unsigned(key_tiles * row_tiles * p.batch * (params.average ? 1 : p.num_heads)), Tile::kThreads,
               (Tile::kScoreBytes + Product::template kBytes<Tile>), stream, params, parts.table, stats, product);
 }
 
-template <class T>
+template <class T, Products kProducts>
 void launch_attention_weights(const AttentionWeightsParams& params, void* memory, Stream stream) {
-  launch_weights<T>(params, DotProduct(), memory, stream);
+  launch_weights<T, kProducts>(params, DotProduct(), memory, stream);
 }
 
 }  // namespace cuda

@@ -86,6 +86,15 @@ SIMT_DEVICE void multiply_tiles(Block<R>& acc, const R* left, int left_first, co
   constexpr int kV = Shape<R>::kV, kRows = Shape<R>::kRows, kCols = Shape<R>::kCols, kLanesX = Shape<R>::kLanesX, kLanesY = Shape<R>::kLanesY;
   const int tx = lane_x<R>(), ty = lane_y<R>();
   for (int k0 = 0; k0 < depth; k0 += kV) {
+    // Bit kRows i + r: whether term i counts in row r. Asked before the operands take their registers.
+    uint32_t selected = 0;
+    static_assert(kRows * kV <= 32, "a bit each");
+    if (kSelect) {
+#pragma unroll
+      for (int i = 0; i < kV; i++)
+#pragma unroll
+        for (int r = 0; r < kRows; r++) selected |= uint32_t(select(row_of<R>(r), k0 + i)) << (kRows * i + r);
+    }
     R x[kRows][kV], y[kV][kCols];
     if constexpr (kLeft == Lies::Along) {
 #pragma unroll
@@ -129,7 +138,7 @@ SIMT_DEVICE void multiply_tiles(Block<R>& acc, const R* left, int left_first, co
 #pragma unroll
     for (int i = 0; i < kV; i++)
       for_block<R>([&](int r, int c) {
-        if (!kSelect || select(row_of<R>(r), k0 + i)) acc[r][c] = multiply_add(x[r][i], y[i][c], acc[r][c]);
+        if (!kSelect || (selected >> (kRows * i + r) & 1)) acc[r][c] = multiply_add(x[r][i], y[i][c], acc[r][c]);
       });
   }
 }

@@ -45,6 +45,7 @@ def masks_of(args: AdditiveArguments) -> Arguments:
         dropout_p,
         intervals,
         offsets,
+        False,
     )
 
 

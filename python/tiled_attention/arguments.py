@@ -36,6 +36,7 @@ class Arguments(NamedTuple):
     # [] or query_offset, window_left, window_right, limit_left, limit_right, prefix, chunk, key_end, num_sinks, top_left
     intervals: Sequence[int]
     dropout_offsets: Sequence[int]  # [] or batch, head, query, key
+    allow_tf32: bool  # float32 on CUDA: products of operands rounded to tf32
 
 
 class VarlenArguments(NamedTuple):

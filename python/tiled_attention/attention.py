@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import residues
 from .arguments import NO_TENSORS
-from .call import below_autograd, check_dropout_p, check_float, default_scale, forward, prepare, run_forward, runs_plain
+from .call import allows_tf32, below_autograd, check_dropout_p, check_float, default_scale, forward, prepare, run_forward, runs_plain
 from .library import ops
 from .masks import Mask
 from .relative_bias import RelativeBias
@@ -88,7 +88,8 @@ def attention(
         lse = log(sum_j exp(score) + exp(sinks))
         out = sum_j dropout(exp(score - lse)) * value_j
 
-    Scores, softmax and sums are float32 (float64 for float64 inputs). A row that sees no key gives zeros and lse = -inf (the sink's
+    Scores, softmax and sums are float32 (float64 for float64 inputs); products of float32 CUDA tensors are of operands rounded to tf32
+    where torch.backends.cuda.matmul.allow_tf32 is True. A row that sees no key gives zeros and lse = -inf (the sink's
     value with sinks); what stands in hidden keys and values reaches neither results nor gradients. Query head h uses key/value head
     h // (num_heads / num_heads_kv). A row's result is the same bits whatever batch it stands in and for every thread count.
 
@@ -146,7 +147,8 @@ def attention(
         if scale is None:
             scale = default_scale(query.shape[-1])
         with below_autograd():
-            out, lse, _ = run_forward(query, key, value, *NO_TENSORS, scale, 0.0, 0.0, (), (), False)
+            allow_tf32 = query.is_cuda and allows_tf32(query)
+            out, lse, _ = run_forward(query, key, value, *NO_TENSORS, scale, 0.0, 0.0, (), (), allow_tf32, False)
     else:
         options = (bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset, rotary)
         pattern = residues.pattern_of(mask) if mask is not None and dropout_p == 0 and bias is None else None

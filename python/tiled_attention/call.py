@@ -59,6 +59,17 @@ def needs_derivatives(args: Sequence[Any]) -> bool:
     return _is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
 
 
+def allows_tf32(query: Tensor) -> bool:
+    """Whether products of this CUDA tensor may round what they multiply to tf32: whether those of torch.matmul may."""
+    return query.dtype == torch.float32 and _matmul_is_tf32()
+
+
+@torch.compiler.assume_constant_result
+def _matmul_is_tf32() -> bool:
+    # torch.backends.cuda.matmul.allow_tf32 raises where it was said by fp32_precision. torch.compile guards the setting itself.
+    return torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+
+
 def default_scale(head_dim: int) -> float:
     return int(head_dim) ** -0.5 if head_dim else 1.0
 
@@ -153,6 +164,7 @@ def prepare(
         dropout_p,
         lowered.intervals,
         (),
+        query.is_cuda and allows_tf32(query),
     )
 
 

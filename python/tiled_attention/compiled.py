@@ -100,7 +100,7 @@ class _Attention(torch.autograd.Function):
         return (None, *spread(Gradients(*(result if want else None for result, want in zip(results, wanted)))), None)
 
 
-_WEIGHTS_POSITIONS = (0, 1, 3, 4, 17)  # of query, key, bias, alibi_slopes and lse among the arguments of attention_weights
+_WEIGHTS_POSITIONS = (0, 1, 3, 4, 18)  # of query, key, bias, alibi_slopes and lse among the arguments of attention_weights
 
 
 def _weights_backward(grad_weights: Tensor, *args: Any) -> list[Tensor]:

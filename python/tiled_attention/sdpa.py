@@ -10,7 +10,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .arguments import NO_INTERVALS, NO_TENSORS
 from .attention_varlen import attention_varlen
-from .call import below_autograd, cast_for_autocast, check_dropout_p, default_scale, forward, prepare, run_forward, runs_plain
+from .call import allows_tf32, below_autograd, cast_for_autocast, check_dropout_p, default_scale, forward, prepare, run_forward, runs_plain
 from .library import devices
 from .masks import And, Causal, Mask
 
@@ -71,7 +71,8 @@ def scaled_dot_product_attention(
             intervals = _TOP_LEFT_INTERVALS if is_causal else ()
             with below_autograd():
                 scale = default_scale(shape[-1])
-                return run_forward(query, key, value, *NO_TENSORS, scale, 0.0, 0.0, intervals, (), False)[0]
+                allow_tf32 = query.is_cuda and allows_tf32(query)
+                return run_forward(query, key, value, *NO_TENSORS, scale, 0.0, 0.0, intervals, (), allow_tf32, False)[0]
     return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 

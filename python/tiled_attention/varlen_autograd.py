@@ -160,6 +160,7 @@ class _Sequence:
             dropout_p=args.dropout_p,
             intervals=args.intervals,
             dropout_offsets=(offsets[0] + index, *offsets[1:]),
+            allow_tf32=False,
         )
 
     def of_rows(self, tensor: Any) -> Any:

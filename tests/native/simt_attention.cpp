@@ -29,10 +29,6 @@ int main(int argc, char** argv) {
     puts(fault.what());
     return 3;
   }
-  simt::print_conflicts(stdout);
-  const auto& s = simt::stats;
-  printf("%llu switches, %llu mma, %llu ldmatrix with %llu extra wavefronts, %llu traced accesses with %llu extra wavefronts\n", (unsigned long long)s.switches,
-         (unsigned long long)s.mma, (unsigned long long)s.ldsm, (unsigned long long)s.ldsm_extra_wavefronts, (unsigned long long)s.shared_accesses,
-         (unsigned long long)s.shared_extra_wavefronts);
+  print_counts();
   return ok ? 0 : 2;
 }

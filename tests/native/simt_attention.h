@@ -52,12 +52,12 @@ struct Draw {
 
 template <class T>
 constexpr DType dtype_of() {
-  return std::is_same<T, f16>::value ? DType::kFloat16 : DType::kBFloat16;
+  return std::is_same<T, f16>::value ? DType::kFloat16 : std::is_same<T, bf16>::value ? DType::kBFloat16 : DType::kFloat32;
 }
-// Half the distance from 1 to the next number.
+// Half the distance from 1 to the next number that products multiply: for float, of tf32.
 template <class T>
 constexpr double unit_of() {
-  return std::is_same<T, f16>::value ? 0x1p-11 : 0x1p-8;
+  return std::is_same<T, bf16>::value ? 0x1p-8 : 0x1p-11;
 }
 
 template <class T>
@@ -188,6 +188,15 @@ bool check(const Problem& p, uint32_t seed, bool print) {
     printf(": error %.1e, lse %.1e\n", errors.out, errors.lse);
   }
   return errors.ok;
+}
+
+// What the emulator counted, and where banks were in conflict.
+inline void print_counts() {
+  simt::print_conflicts(stdout);
+  const auto& s = simt::stats;
+  printf("%llu switches, %llu mma, %llu ldmatrix with %llu extra wavefronts, %llu traced accesses with %llu extra wavefronts\n", (unsigned long long)s.switches,
+         (unsigned long long)s.mma, (unsigned long long)s.ldsm, (unsigned long long)s.ldsm_extra_wavefronts, (unsigned long long)s.shared_accesses,
+         (unsigned long long)s.shared_extra_wavefronts);
 }
 
 }  // namespace

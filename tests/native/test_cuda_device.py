@@ -10,6 +10,7 @@ from torch import Tensor
 
 import cases
 import oracle
+import tf32
 import tiled_attention as ta
 from checks import check_zeros, same_bits
 from tiled_attention import linear_testing
@@ -108,6 +109,26 @@ def test_exact(case: Case) -> None:
 @pytest.mark.parametrize("case", cases.SLOW, ids=lambda case: case.id)
 def test_exact_long(case: Case) -> None:
     check(case)
+
+
+@pytest.fixture
+def allow_tf32():
+    torch.backends.cuda.matmul.allow_tf32 = True
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("case", tf32.CASES, ids=lambda case: case.id)
+def test_tf32(case: Case, allow_tf32: None) -> None:
+    want = expected_on_device(case)
+    x = tf32.rounded_inputs(case)
+    want = dataclasses.replace(want, grad_out=tf32.rounded(want.grad_out))
+    exact = oracle.attention_and_gradients(x, want.grad_out, want.grad_lse, want.kept)
+    got = run(case, x, want)
+    for name, limit in tf32.limits(x, exact, want.grad_out, want.grad_lse, want.kept).items():
+        tf32.assert_within(got[name], exact[name], limit, name)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    assert case.seqlen_q * case.kv_length < 100 or not same_bits(run(case, x, want)["out"], got["out"]), "this is float32"
 
 
 @pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.id)

@@ -27,7 +27,7 @@ SMALL = (
     " ".join(f"tests/test_attention_varlen.py::test_{name}" for name in PACKED),
     "tests/test_attention_decode.py tests/test_kv_cache.py --deselect tests/test_kv_cache.py::TestCompile",
     "tests/test_dropout.py",
-    "tests/test_masks.py tests/test_rotate.py tests/test_bias_by_distance.py",
+    "tests/test_masks.py tests/test_rotate.py tests/test_bias_by_distance.py tests/test_tf32.py",
     "tests/test_library_errors.py tests/test_errors.py tests/test_linear_errors.py",
 )
 ALL = (

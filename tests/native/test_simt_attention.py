@@ -42,7 +42,7 @@ def test_sanitized(job: str, problems: str):
     assert done.returncode == 0, done.stdout[-5000:]
 
 
-@pytest.mark.parametrize("source", ["simt_attention_grad.cpp", "simt_linear.cpp"])
+@pytest.mark.parametrize("source", ["simt_attention_grad.cpp", "simt_attention_tf32.cpp", "simt_linear.cpp"])
 @pytest.mark.parametrize("job", ["plain", pytest.param("asan", marks=pytest.mark.slow), pytest.param("tsan", marks=pytest.mark.slow)])
 def test_gradients(source: str, job: str):
     done = run(build(source, job))
@@ -126,6 +126,13 @@ def test_conflicts_of_decode():
     assert done.returncode == 0, done.stdout
     loop = main_loop(DECODE, "  for (int block = begin; block < end; block++) {")
     assert all(file != DECODE or line not in loop for file, line in conflict_places(program, done.stdout)), done.stdout
+
+
+@pytest.mark.slow
+def test_tf32_has_no_conflicts():
+    done = run(build("simt_attention_tf32.cpp", "trace"))
+    assert done.returncode == 0, done.stdout
+    assert extra_wavefronts(done.stdout, "ldmatrix") == extra_wavefronts(done.stdout, "traced accesses") == 0, done.stdout
 
 
 def can_fuzz() -> bool:

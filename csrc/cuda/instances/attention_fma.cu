@@ -1,4 +1,4 @@
-// Exact attention without tensor cores, and the weights of chosen rows: the kernels of a dtype.
+// Exact attention in Real, and the weights of chosen rows: the kernels of a dtype.
 
 #include "../attention_fma_pair_grads.cuh"
 #include "../attention_weights.cuh"
@@ -27,10 +27,13 @@ size_t attention_fwd_fma_scratch(const AttentionParams& p) {
 const char* attention_fwd_fma(const AttentionParams& p, void* scratch, Stream stream) {
   if (!fits(p.batch * p.num_heads, tiles(p.seqlen_q, 64), columns(p))) return kTooManyBlocks;
   switch (p.dtype) {
-    case DType::kFloat32: launch_attention_fma_fwd<float>(p, scratch, stream); break;
-    case DType::kFloat64: launch_attention_fma_fwd<double>(p, scratch, stream); break;
-    case DType::kBFloat16: launch_attention_fma_fwd<bf16>(p, scratch, stream); break;
-    case DType::kFloat16: launch_attention_fma_fwd<f16>(p, scratch, stream); break;
+    case DType::kFloat32:
+      if (p.allow_tf32) launch_attention_fma_fwd<float, Products::kTf32>(p, scratch, stream);
+      else launch_attention_fma_fwd<float, Products::kFma>(p, scratch, stream);
+      break;
+    case DType::kFloat64: launch_attention_fma_fwd<double, Products::kFma>(p, scratch, stream); break;
+    case DType::kBFloat16: launch_attention_fma_fwd<bf16, Products::kFma>(p, scratch, stream); break;
+    case DType::kFloat16: launch_attention_fma_fwd<f16, Products::kFma>(p, scratch, stream); break;
   }
   return nullptr;
 }
@@ -50,10 +53,13 @@ const char* attention_bwd_fma(const AttentionBackwardParams& params, void* scrat
   if (bias_gradient(params) == BiasGradient::kDistances && !fits(heads, distance_grid(p).diagonals, 1))
     return "a gradient of bias of more than 2^31 diagonals of tiles over all heads";
   switch (p.dtype) {
-    case DType::kFloat32: launch_attention_fma_bwd<float>(params, scratch, stream); break;
-    case DType::kFloat64: launch_attention_fma_bwd<double>(params, scratch, stream); break;
-    case DType::kBFloat16: launch_attention_fma_bwd<bf16>(params, scratch, stream); break;
-    case DType::kFloat16: launch_attention_fma_bwd<f16>(params, scratch, stream); break;
+    case DType::kFloat32:
+      if (p.allow_tf32) launch_attention_fma_bwd<float, Products::kTf32>(params, scratch, stream);
+      else launch_attention_fma_bwd<float, Products::kFma>(params, scratch, stream);
+      break;
+    case DType::kFloat64: launch_attention_fma_bwd<double, Products::kFma>(params, scratch, stream); break;
+    case DType::kBFloat16: launch_attention_fma_bwd<bf16, Products::kFma>(params, scratch, stream); break;
+    case DType::kFloat16: launch_attention_fma_bwd<f16, Products::kFma>(params, scratch, stream); break;
   }
   return nullptr;
 }
@@ -68,10 +74,13 @@ const char* attention_weights(const AttentionWeightsParams& params, void* scratc
   const AttentionParams& p = params.forward;
   if (!fits(p.batch * p.num_heads, tiles(params.num_rows, 64), tiles(p.seqlen_kv, 32))) return "weights of more than 2^31 tiles of 64 x 32";
   switch (p.dtype) {
-    case DType::kFloat32: launch_attention_weights<float>(params, scratch, stream); break;
-    case DType::kFloat64: launch_attention_weights<double>(params, scratch, stream); break;
-    case DType::kBFloat16: launch_attention_weights<bf16>(params, scratch, stream); break;
-    case DType::kFloat16: launch_attention_weights<f16>(params, scratch, stream); break;
+    case DType::kFloat32:
+      if (p.allow_tf32) launch_attention_weights<float, Products::kTf32>(params, scratch, stream);
+      else launch_attention_weights<float, Products::kFma>(params, scratch, stream);
+      break;
+    case DType::kFloat64: launch_attention_weights<double, Products::kFma>(params, scratch, stream); break;
+    case DType::kBFloat16: launch_attention_weights<bf16, Products::kFma>(params, scratch, stream); break;
+    case DType::kFloat16: launch_attention_weights<f16, Products::kFma>(params, scratch, stream); break;
   }
   return nullptr;
 }

@@ -2,6 +2,6 @@
 
 namespace tiled_attention {
 namespace cuda {
-template void launch_attention_fma_bwd<float>(const AttentionBackwardParams&, void*, Stream);
+template void launch_attention_fma_bwd<float, Products::kFma>(const AttentionBackwardParams&, void*, Stream);
 }  // namespace cuda
 }  // namespace tiled_attention

@@ -2,6 +2,6 @@
 
 namespace tiled_attention {
 namespace cuda {
-template void launch_attention_fma_fwd<float>(const AttentionParams&, void*, Stream);
+template void launch_attention_fma_fwd<float, Products::kFma>(const AttentionParams&, void*, Stream);
 }  // namespace cuda
 }  // namespace tiled_attention

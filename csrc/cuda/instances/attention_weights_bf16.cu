@@ -2,6 +2,6 @@
 
 namespace tiled_attention {
 namespace cuda {
-template void launch_attention_weights<bf16>(const AttentionWeightsParams&, void*, Stream);
+template void launch_attention_weights<bf16, Products::kFma>(const AttentionWeightsParams&, void*, Stream);
 }  // namespace cuda
 }  // namespace tiled_attention

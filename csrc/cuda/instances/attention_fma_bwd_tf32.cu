@@ -1,0 +1,7 @@
+#include "../attention_fma_bwd.cuh"
+
+namespace tiled_attention {
+namespace cuda {
+template void launch_attention_fma_bwd<float, Products::kTf32>(const AttentionBackwardParams&, void*, Stream);
+}  // namespace cuda
+}  // namespace tiled_attention
