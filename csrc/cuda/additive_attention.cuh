@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   using Product = AdditiveProduct<Real>;
   using Pairs = PairTiles<Tile, kKeyRows, Product>;
   constexpr int kVector = Tile::kVector, kRowsOf = Tile::kThreadRows;
-  static_assert(Tile::kThreadOut == kQuad && Tile::kRows == kAdditiveRows, "a thread owns one quad of columns in each of its rows");
+  static_assert(Tile::kResultCols == kQuad && Tile::kRows == kAdditiveRows, "a thread owns one quad of columns in each of its rows");
   SIMT_DYNAMIC_SHARED(shared);
   simt::Carver carve{shared};
   Real* const left = carve.template take<Real>(Tile::kLeft);

@@ -23,9 +23,9 @@ struct WeightsScratch {
 
 namespace {
 
-// Blocks that the registers must leave room for; 0 asks for nothing. In tf32 ptxas then aims at three on sm_120, and spills.
+// Blocks of a multiprocessor that the registers must leave room for: unless told, ptxas aims at more, and spills.
 template <class Tile>
-constexpr int kWeightsBlocks = Tile::kTensorCores ? 2 : 0;
+constexpr int kWeightsBlocks = Tile::kTensorCores ? 2 : 3;
 
 template <class Tile, class Product>
 __global__ void __launch_bounds__(Tile::kThreads, kWeightsBlocks<Tile>)

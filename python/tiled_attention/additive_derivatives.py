@@ -23,7 +23,8 @@ from .derivatives import Wanted
 
 def masks_of(args: AdditiveArguments) -> Arguments:
     """The call as one of exact attention, whose masks and dropout it shares."""
-    query, key, value, _, mask, *others = args
+    query, key, value, _, mask, *rest = args
+    others: Any = rest
     key_lengths, documents, query_offset, dropout_seed, dropout_p, intervals, offsets = others
     return Arguments(
         query,

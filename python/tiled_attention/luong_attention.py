@@ -256,7 +256,7 @@ class LuongAttention(nn.Module):
             from .additive_attention import additive_attention, additive_attention_with_weights
 
             query = F.linear(query, cast(Tensor, self.weight)[:, : self.query_dim])
-            one_head = *(tensor.unsqueeze(-3) for tensor in (query, projected_key, value)), self.vector
+            one_head: Any = *(tensor.unsqueeze(-3) for tensor in (query, projected_key, value)), self.vector
             if need_weights:
                 out, weights = additive_attention_with_weights(*one_head, **options)
             else:
