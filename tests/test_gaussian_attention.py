@@ -256,6 +256,7 @@ Q, K, V = inputs(torch.float32)
         (dict(bandwidth=-1.0), "bandwidth must be > 0"),
         (dict(bandwidth=NAN), "bandwidth must be > 0"),
         (dict(bandwidth=INF), "bandwidth must be > 0"),
+        (dict(bandwidth=1e-25, compute_dtype=torch.float32), "bandwidth must be > 0.*float32"),
         (dict(bandwidth=torch.tensor([1.0, 1.0, 0.0, 1.0])), "bandwidth must be > 0"),
         (dict(bandwidth=torch.tensor(-1.0, requires_grad=True)), "bandwidth must be > 0"),
         (dict(bandwidth=torch.ones(3)), r"bandwidth.*\(4,\)"),

@@ -100,10 +100,10 @@ def gaussian_attention(
     if autocast_active():
         query, key, value = (cast_for_autocast(tensor) for tensor in (query, key, value))
     check_query_key_value(query, key, value)
-    bandwidth = _check_bandwidth(bandwidth, query)
     if compute_dtype not in (None, torch.float64, torch.float32):
         raise ValueError(f"compute_dtype must be torch.float64, torch.float32 or None, got {compute_dtype}")
     wide = torch.promote_types(query.dtype, compute_dtype or torch.float64)
+    bandwidth = _check_bandwidth(bandwidth, query, wide)
     dtype = query.dtype
     query, key, value = (tensor.to(wide) for tensor in (query, key, value))
 
@@ -141,7 +141,7 @@ def gaussian_attention(
     return out, torch.where(dead, -_INF, lse - own).to(real_dtype(dtype))
 
 
-def _check_bandwidth(bandwidth: Any, query: Tensor) -> float | Tensor:
+def _check_bandwidth(bandwidth: Any, query: Tensor, wide: torch.dtype) -> float | Tensor:
     if isinstance(bandwidth, Tensor):
         if not bandwidth.dtype.is_floating_point:
             raise TypeError(f"bandwidth must be a number or a float tensor, got {bandwidth.dtype}")
@@ -155,6 +155,7 @@ def _check_bandwidth(bandwidth: Any, query: Tensor) -> float | Tensor:
     if isinstance(bandwidth, (bool, str)) or not hasattr(bandwidth, "__float__"):
         raise TypeError(f"bandwidth must be a number or a float tensor, got {bandwidth!r}")
     bandwidth = float(bandwidth)
-    if not 1e-150 < bandwidth < 1e150:
-        raise ValueError(f"bandwidth must be > 0 and finite, between 1e-150 and 1e150, got {bandwidth}")
+    most = torch.finfo(wide).max ** 0.5
+    if not 1 / most < bandwidth < most:
+        raise ValueError(f"bandwidth must be > 0 and finite, its square and its reciprocal in the range of {wide}, got {bandwidth}")
     return bandwidth
