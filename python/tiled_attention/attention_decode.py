@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from . import decode_fake  # noqa: F401  (registrations)
 from .arguments import real_dtype
-from .call import autocast_active, below_autograd, cast_for_autocast, check_number, check_per_head, default_scale
+from .call import autocast_active, below_autograd, cast_for_autocast, check_number, check_per_head, default_scale, runs_plain
 from .library import ops
 from .lowering import lower
 from .masks import Mask
@@ -138,6 +138,29 @@ def attention_decode(
     Source: Dao et al., Flash-Decoding for long-context inference (2023), for the split over keys; Kwon et al., Efficient memory management
     for large language model serving with PagedAttention (2023), for pages.
     """
+    if (
+        new_key is None
+        and new_value is None
+        and mask is None
+        and scale is None
+        and softcap is None
+        and alibi_slopes is None
+        and sinks is None
+        and isinstance(query, Tensor)
+        and isinstance(key_cache, Tensor)
+        and isinstance(value_cache, Tensor)
+        and isinstance(cache_seqlens, Tensor)
+        and query.dim() == 4
+        and runs_plain(query, key_cache, value_cache)
+    ):
+        # The shortest way for the plain call; the operator checks the rest.
+        without = None
+        with below_autograd():
+            out, lse = _run(
+                *(query, key_cache, value_cache, cache_seqlens, page_table, without, without),
+                *(without, without, default_scale(query.shape[-1]), 0.0, (), 0, NO_RING),
+            )
+        return (out, lse) if return_lse else out
     return decode(
         query,
         key_cache,
@@ -178,15 +201,17 @@ def decode(
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if query.dim() != 4:
         raise ValueError(f"query must have shape (batch, num_heads, seqlen_q, head_dim), got {tuple(query.shape)}")
-    _refuse_derivatives(
-        query=query,
-        key_cache=key_cache,
-        value_cache=value_cache,
-        new_key=new_key,
-        new_value=new_value,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-    )
+    _refuse_transforms()
+    if _is_grad_enabled():
+        _refuse_derivatives(
+            query=query,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            new_key=new_key,
+            new_value=new_value,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+        )
     if autocast_active():
         query, new_key, new_value = (cast_for_autocast(tensor) for tensor in (query, new_key, new_value))
     scale = default_scale(query.shape[-1]) if scale is None else check_number("scale", scale, "a finite number", math.isfinite)
@@ -229,7 +254,9 @@ def append(
     if _is_compiling():
         ops.cache_append_(*args)
         return new_key.shape[-2]
-    _refuse_derivatives(key_cache=key_cache, value_cache=value_cache, new_key=new_key, new_value=new_value)
+    _refuse_transforms()
+    if _is_grad_enabled():
+        _refuse_derivatives(key_cache=key_cache, value_cache=value_cache, new_key=new_key, new_value=new_value)
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if torch._debug_has_internal_overlap(cache) == 1:
             raise ValueError(f"{name} must hold every element by itself to be appended to, got strides {cache.stride()}")
@@ -240,13 +267,15 @@ def append(
 
 
 def _refuse_derivatives(**tensors: Tensor | None) -> None:
-    if _is_grad_enabled():
-        for name, tensor in tensors.items():
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                raise RuntimeError(
-                    f"{name} must not require a gradient: attention over a cache is for inference, call it under torch.no_grad() or use "
-                    "attention()"
-                )
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise RuntimeError(
+                f"{name} must not require a gradient: attention over a cache is for inference, call it under torch.no_grad() or use "
+                "attention()"
+            )
+
+
+def _refuse_transforms() -> None:
     if _functorch_active() or (not _is_compiling() and forward_ad._current_level >= 0):
         raise RuntimeError("attention over a cache is for inference: it has no torch.func transforms and no forward mode, use attention()")
 

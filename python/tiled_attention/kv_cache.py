@@ -11,6 +11,8 @@ from .attention_decode import NO_RING, append, decode
 from .mask_checks import is_readable, number
 from .masks import Causal, Mask, Sinks, SlidingWindow
 
+_CAUSAL = Causal()
+
 
 class KVCache:
     """Preallocated keys and values of a batch, one layer's.
@@ -109,7 +111,7 @@ class KVCache:
         key: Tensor | None = None,
         value: Tensor | None = None,
         *,
-        mask: Mask | None = Causal(),  # noqa: B008  (immutable)
+        mask: Mask | None = _CAUSAL,
         scale: float | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
@@ -137,7 +139,9 @@ class KVCache:
                     f"query: expected at most capacity - num_sinks - window + 1 = {room} queries, whose windows the ring still holds, "
                     f"got {query.shape[-2]}"
                 )
-            mask = self._mask if mask is None or mask == Causal() else mask & self._mask
+            mask = self._mask if mask is None or mask is _CAUSAL else mask & self._mask
+        elif mask is _CAUSAL and query.dim() == 4 and query.shape[-2] == 1:
+            mask = None  # the last token sees all
         result = decode(
             *(query, self.keys, self.values, self.seqlens, self.page_table, key, value),
             *(mask, scale, softcap, alibi_slopes, sinks, return_lse, self._pinned),

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .arguments import Arguments, real_dtype
+from .call import allows_tf32
 from .library import ops
 from .mask_grid import TILE
 from .mask_rules import NO_INTERVALS, UNBOUNDED, Rule
