@@ -40,7 +40,7 @@ template <class Tile, class Product>
 constexpr int kStatsBytes = Product::template kBytes<Tile> + Tile::kScoreBytes + (SoftmaxRows<Tile>::kElements + 2 * Tile::kRows) * int(sizeof(typename Tile::Real));
 
 template <class Tile, class Product>
-__global__ void __launch_bounds__(Tile::kThreads, 3)
+__global__ void __launch_bounds__(Tile::kThreads, Product::kStatsBlocks)
     attention_fma_stats_kernel(StatsParams params, RowTable table, RowStats<typename Tile::Real> stats, Product product) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;
