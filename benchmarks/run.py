@@ -1,6 +1,6 @@
 """Measures the numbers that the operators are to reach, and says for each whether it does.
 
-    python benchmarks/run.py [attention | linear] [--only NAME ...] [--json FILE] [--threads 2] [--rounds 30] [--seconds 10]
+    python benchmarks/run.py [attention | additive | linear] [--only NAME ...] [--json FILE] [--threads 2] [--rounds 30] [--seconds 10]
 
 Both sides alternate in one process; times are medians. A result is checked before it is timed. The exit code is 1 when a result was wrong
 and 0 otherwise, whatever the times are.
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import additive
 import claims
 import linear
 import torch
@@ -146,8 +147,8 @@ def main() -> int:
     """Measure what was asked for and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     exact = dict.fromkeys([*(item.claim for item in measurements(["bf16"])), "sixteen_bit", *claims.CLAIMS])
-    names = [*exact, *linear.CLAIMS]
-    parser.add_argument("operator", nargs="?", choices=["attention", "linear"], help="which operator (default: both)")
+    names = [*exact, *additive.CLAIMS, *linear.CLAIMS]
+    parser.add_argument("operator", nargs="?", choices=["attention", "additive", "linear"], help="which operator (default: all)")
     parser.add_argument("--only", action="append", choices=names, metavar="NAME", help="of " + ", ".join(names))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write {machine, rows} there")
     parser.add_argument("--threads", type=int, default=2)
@@ -159,7 +160,7 @@ def main() -> int:
     settings = Settings(arguments.threads, arguments.rounds, arguments.seconds)
 
     def wanted(claim: str) -> bool:
-        operator = "linear" if claim in linear.CLAIMS else "attention"
+        operator = "linear" if claim in linear.CLAIMS else "additive" if claim in additive.CLAIMS else "attention"
         return arguments.operator in (None, operator) and (arguments.only is None or claim in arguments.only)
 
     console = Console(width=max(WIDTH, Console().width))
@@ -170,7 +171,7 @@ def main() -> int:
         for row in run_pairs(settings, wanted):
             console.print(row.line(), highlight=False, soft_wrap=True)
             rows.append(row)
-    for name, claim in (claims.CLAIMS | linear.CLAIMS).items():
+    for name, claim in (claims.CLAIMS | additive.CLAIMS | linear.CLAIMS).items():
         if wanted(name):
             for row in claim(settings.threads, settings.rounds, settings.seconds):
                 console.print(row.line(), highlight=False, soft_wrap=True)

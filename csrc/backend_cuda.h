@@ -20,9 +20,7 @@ class Backend {
   void attention_fwd(const AttentionParams& params) const { run(cuda::attention_fwd_scratch, cuda::attention_fwd, params); }
   void attention_bwd(const AttentionBackwardParams& params) const { run(cuda::attention_bwd_scratch, cuda::attention_bwd, params); }
   void attention_weights(const AttentionWeightsParams& params) const { run(cuda::attention_weights_scratch, cuda::attention_weights, params); }
-  void additive_attention_fwd(const AdditiveAttentionParams& params) const {
-    run(cuda::additive_attention_fwd_scratch, cuda::additive_attention_fwd, params);
-  }
+  void additive_attention_fwd(const AdditiveAttentionParams& params) const { run(cuda::additive_attention_fwd_scratch, cuda::additive_attention_fwd, params); }
   void additive_attention_bwd(const AdditiveAttentionBackwardParams& params) const {
     run(cuda::additive_attention_bwd_scratch, cuda::additive_attention_bwd, params);
   }

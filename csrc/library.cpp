@@ -68,7 +68,7 @@ bool in_forked_child() { return forked.load(std::memory_order_relaxed); }
   "Tensor? query_offset, Tensor? dropout_seed, float scale, float softcap, float dropout_p, SymInt[] intervals, " \
   "SymInt[] dropout_offsets"
 #define ATTENTION_ARGUMENTS "Tensor query, Tensor key, Tensor value, " MASKS_AND_SCORES("Tensor? sinks, ")
-#define ADDITIVE_MASKS                                                                                                            \
+#define ADDITIVE_MASKS                                                                                                      \
   "Tensor score_weight, Tensor? mask, Tensor? key_lengths, Tensor? documents, Tensor? query_offset, Tensor? dropout_seed, " \
   "float dropout_p, SymInt[] intervals, SymInt[] dropout_offsets"
 #define ADDITIVE_ARGUMENTS "Tensor query, Tensor key, Tensor value, " ADDITIVE_MASKS

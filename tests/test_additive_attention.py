@@ -34,7 +34,9 @@ def cases() -> list[Case]:
     found = [Case(dtype=dtype, seed=k) for k, dtype in enumerate(DTYPES)]
     for k, (q, n) in enumerate(LENGTHS):
         found.append(Case(batch=(1,), seqlen_q=q, seqlen_kv=n, dtype=DTYPES[k % 4], head_dim=11, head_dim_v=7, seed=k))
-        found.append(Case(batch=(1,), seqlen_q=q, seqlen_kv=n, mask="Causal()", dtype=DTYPES[(k + 2) % 4], head_dim=6, head_dim_v=20, seed=k))
+        found.append(
+            Case(batch=(1,), seqlen_q=q, seqlen_kv=n, mask="Causal()", dtype=DTYPES[(k + 2) % 4], head_dim=6, head_dim_v=20, seed=k)
+        )
     for k, d in enumerate(DIMS):
         found.append(Case(batch=(1,), seqlen_q=20, seqlen_kv=37, head_dim=d, head_dim_v=DIMS[(5 * k + 3) % len(DIMS)], seed=k))
         found.append(Case(batch=(1,), seqlen_q=9, head_dim=DIMS[(3 * k + 1) % len(DIMS)], head_dim_v=d, dtype=DTYPES[k % 4], seed=k))
@@ -42,7 +44,9 @@ def cases() -> list[Case]:
         found.append(Case(seqlen_q=37, seqlen_kv=70, mask=mask, num_heads=4, num_heads_kv=2, hidden=math.nan, dtype=DTYPES[k % 2], seed=k))
         found.append(Case(seqlen_q=37, seqlen_kv=70, mask=mask, dropout_p=0.3, dtype=DTYPES[k % 4], seed=k))
     found += [Case(layout=layout, dtype=DTYPES[k % 4], seqlen_q=15, seqlen_kv=18, seed=k) for k, layout in enumerate(LAYOUTS)]
-    found += [Case(spread=spread, seqlen_q=20, seqlen_kv=70, head_dim=12, dtype=dtype) for spread in (0.3, 4.0, 15.0, 60.0) for dtype in DTYPES]
+    found += [
+        Case(spread=spread, seqlen_q=20, seqlen_kv=70, head_dim=12, dtype=dtype) for spread in (0.3, 4.0, 15.0, 60.0) for dtype in DTYPES
+    ]
     found += [
         Case(batch=(), seqlen_q=5),
         Case(batch=(2, 3), num_heads=6, num_heads_kv=3, seqlen_q=5),
@@ -112,7 +116,8 @@ def expected(case: Case) -> Expected:
     exact = definition(x, weight, grads, kept, F64)
     plain = [definition(x, weight, grads, kept, F32, flip) for flip in (False, True)]
     own = {name: max(error(one[name], want) for one in plain) for name, want in exact.items()}
-    return Expected(exact, own, grads, kept, largest(grad_out.double().abs().sum(-1)) * largest(x.value) * max(1.0, largest(weight)))
+    terms = largest(grad_out.double().abs().sum(-1)) * largest(x.value) * max(1.0, largest(weight))
+    return Expected(exact, own, grads, kept, terms)
 
 
 def arguments(case: Case) -> dict:
@@ -180,7 +185,9 @@ def test_empty_sizes(empty: str, dtype: torch.dtype, isa: str):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("a, b", ((60.0, -60.5), (-60.0, 60.5), (60.0, 1.0), (-200.0, 199.0), (500.0, -499.5), (1e4, -1e4), (39.0, -39.25), (11.0, 11.0)))
+@pytest.mark.parametrize(
+    "a, b", ((60.0, -60.5), (-60.0, 60.5), (60.0, 1.0), (-200.0, 199.0), (500.0, -499.5), (1e4, -1e4), (39.0, -39.25), (11.0, 11.0))
+)
 def test_large_arguments(a: float, b: float, dtype: torch.dtype, isa: str):
     """One row and one key stand far out, the others do not."""
     case = Case(batch=(1,), num_heads=1, seqlen_q=9, seqlen_kv=20, head_dim=6, dtype=dtype)
@@ -199,7 +206,9 @@ def test_large_arguments(a: float, b: float, dtype: torch.dtype, isa: str):
 
 def test_infinities_saturate(isa: str):
     """tanh(inf + x) = 1, with gradient 0; inf - inf is NaN, in its own row alone."""
-    query, key, value, weight = (t.requires_grad_() for t in (torch.randn(1, 4, 5), torch.randn(1, 7, 5), torch.randn(1, 7, 3), torch.randn(5)))
+    query, key, value, weight = (
+        t.requires_grad_() for t in (torch.randn(1, 4, 5), torch.randn(1, 7, 5), torch.randn(1, 7, 3), torch.randn(5))
+    )
     with torch.no_grad():
         query[0, 1, 2], key[0, 3, 0], query[0, 2, 0] = math.inf, -math.inf, math.inf
     out = ta.additive_attention(query, key, value, weight)
@@ -210,7 +219,9 @@ def test_infinities_saturate(isa: str):
     assert grad[0, 1, 2] == 0 and grad[0, [0, 1, 3]].isfinite().all()
 
 
-@pytest.mark.parametrize("weight", ([0.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 3.0, 0.0, -1.0], [1e3, 1.0, -1e3, 0.0, 1e-20], [1e-40, 1e-41, 0, 1, 2]))
+@pytest.mark.parametrize(
+    "weight", ([0.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 3.0, 0.0, -1.0], [1e3, 1.0, -1e3, 0.0, 1e-20], [1e-40, 1e-41, 0, 1, 2])
+)
 def test_any_weight(weight: list[float], isa: str):
     query, key, value = torch.randn(2, 4, 5), torch.randn(2, 7, 5), torch.randn(2, 7, 3)
     leaves = [t.requires_grad_() for t in (query, key, value, torch.tensor(weight))]
@@ -221,14 +232,18 @@ def test_any_weight(weight: list[float], isa: str):
     rounding = 4 * torch.finfo(F32).eps * max(map(abs, weight))  # of a score
     for name, a, b in zip("qkvw", torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(want.sum(), exact), strict=True):
         limit = (1e-5 + rounding) * max(1.0, b.abs().max().item())
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=limit, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=limit, msg=name)
 
 
 @pytest.mark.parametrize("hidden", (math.nan, math.inf, 70.0, -1e30))
 @pytest.mark.parametrize("mask", ("causal", "lengths", "bool"))
 @pytest.mark.parametrize("dtype", (F32, BF16), ids=str)
 def test_what_stands_in_hidden_slots_reaches_no_bit(mask: str, hidden: float, dtype: torch.dtype, isa: str):
-    masks = {"causal": ta.Causal(align="top_left"), "lengths": ta.KeyLengths(torch.tensor([19])), "bool": (torch.arange(40) < 19).view(1, 40)}
+    masks = {
+        "causal": ta.Causal(align="top_left"),
+        "lengths": ta.KeyLengths(torch.tensor([19])),
+        "bool": (torch.arange(40) < 19).view(1, 40),
+    }
     results = []
     for filler in (0.5, hidden):
         torch.manual_seed(1)
@@ -255,7 +270,9 @@ def test_a_row_is_the_same_bits_alone_and_among_others(dtype: torch.dtype, isa: 
 
 
 @pytest.mark.skipif(EMULATED, reason="the emulator runs one kernel at a time")
-@pytest.mark.parametrize("case", [Case(batch=(1,), num_heads=1, seqlen_q=450, seqlen_kv=70, mask="Causal()", dropout_p=0.2), Case(num_heads=5, seqlen_q=40)])
+@pytest.mark.parametrize(
+    "case", [Case(batch=(1,), num_heads=1, seqlen_q=450, seqlen_kv=70, mask="Causal()", dropout_p=0.2), Case(num_heads=5, seqlen_q=40)]
+)
 def test_every_number_of_threads_gives_the_same_bits(case: Case, isa: str):
     grads = expected(case).grads
     torch.set_num_threads(1)
@@ -273,7 +290,9 @@ def test_numpy_reference():
     query, key, value, weight = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 6, 4), torch.randn(2, 3, 6, 7), torch.randn(3, 4)
     mask = torch.rand(2, 3, 5, 6) > 0.4
     out, weights = ta.numpy_reference.additive_attention(query, key, value, weight, mask)
-    torch.testing.assert_close(ta.additive_attention(query, key, value, weight, mask=mask).double(), torch.from_numpy(out), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ta.additive_attention(query, key, value, weight, mask=mask).double(), torch.from_numpy(out), rtol=1e-5, atol=1e-5
+    )
     got = ta.additive_attention_weights(query, key, weight, mask=mask).double()
     torch.testing.assert_close(got, torch.from_numpy(weights), rtol=1e-5, atol=1e-7)
 

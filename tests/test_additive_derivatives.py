@@ -118,7 +118,9 @@ def test_compile(backend: str):
     tensors = inputs(True, torch.float32)
 
     def run(*t: Tensor) -> tuple[Tensor, ...]:
-        return *ta.additive_attention(*t, mask=ta.Causal(), return_lse=True), ta.additive_attention_weights(t[0], t[1], t[3], mask=ta.Causal())
+        return *ta.additive_attention(*t, mask=ta.Causal(), return_lse=True), ta.additive_attention_weights(
+            t[0], t[1], t[3], mask=ta.Causal()
+        )
 
     compiled = torch.compile(run, fullgraph=True, backend=backend)
     results = []
@@ -191,7 +193,10 @@ def test_errors():
     with pytest.raises(RuntimeError, match=r"rows must be in \[0, seqlen_q = 5\), got 5 at 1"):
         ta.additive_attention_weights(query, key, weight, rows=torch.tensor([0, 5]))
     plain = (None, None, None, None, None, 0.0, [], [])
-    for bad, text in ((weight.float(), "score_weight must be float64, got float32"), (torch.randn(4, 4, dtype=F64), "score_weight must have shape")):
+    for bad, text in (
+        (weight.float(), "score_weight must be float64, got float32"),
+        (torch.randn(4, 4, dtype=F64), "score_weight must have shape"),
+    ):
         with pytest.raises(RuntimeError, match=text):
             ops.additive_attention_fwd(query, key, value, bad, *plain, False)
     out, lse, residual = ops.additive_attention_fwd(query, key, value, weight, *plain, True)

@@ -17,8 +17,8 @@ inline namespace KERNEL_ISA {
 // Adds what `rows` rows and one vector of keys give in one quad. `grads` [rows][kLanes] are the gradients of the scores, `by_query`
 // [rows][kQuad][kLanes] sums over keys, lane by lane. One division gives the four 1/P of a pair.
 template <bool kCap, class Real>
-ALWAYS_INLINE void additive_gradient_rows(int rows, const Real* query, int query_stride, const NativeVec<Real> (&key)[kQuad], const Real* grads,
-                                          Real* by_query, NativeVec<Real> (&by_key)[kQuad], NativeVec<Real> (&by_weight)[kQuad]) {
+ALWAYS_INLINE void additive_gradient_rows(int rows, const Real* query, int query_stride, const NativeVec<Real> (&key)[kQuad], const Real* grads, Real* by_query,
+                                          NativeVec<Real> (&by_key)[kQuad], NativeVec<Real> (&by_weight)[kQuad]) {
   using V = NativeVec<Real>;
   const V one(Real(1));
 #pragma GCC unroll 1
@@ -274,8 +274,7 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
         Interval seen[kBlocks];
         for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
           const int count = min_of(kBlockRows, rows - i0);
-          const Interval s = seen[i0 / kBlockRows] =
-              mods.shown(buf.rows + i0, count, blocks[i0 / kBlockRows].within(kv_begin, kv_end), kPanel<Real>);
+          const Interval s = seen[i0 / kBlockRows] = mods.shown(buf.rows + i0, count, blocks[i0 / kBlockRows].within(kv_begin, kv_end), kPanel<Real>);
           if (is_empty(s)) zero_block(buf, i0, kv_begin, kv_begin, kv_end);
           else block_of_rows(batch, i0, count, kv_begin, kv_end, s, blocks[i0 / kBlockRows], cap, mods, query, key, keys, sums, grad_weight, buf);
         }
@@ -310,9 +309,9 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
   }
 
   // Probabilities, in rows, and gradients of the scores, by vectors of keys, of one block of rows; 0 outside of what it sees.
-  void block_of_rows(int64_t batch, int i0, int rows, int kv_begin, int kv_end, Interval seen, const BlockKeys& block, bool cap,
-                     const ScoreMods<Real>& mods, const Matrix<const T>& query, const Matrix<const T>& key, const Keys& keys, const Sums& sums,
-                     double* grad_weight, const Buffers& buf) const {
+  void block_of_rows(int64_t batch, int i0, int rows, int kv_begin, int kv_end, Interval seen, const BlockKeys& block, bool cap, const ScoreMods<Real>& mods,
+                     const Matrix<const T>& query, const Matrix<const T>& key, const Keys& keys, const Sums& sums, double* grad_weight,
+                     const Buffers& buf) const {
     constexpr int P = kPanel<Real>;
     const int begin = round_down(seen.begin, P), end = seen.end, left = begin - kv_begin, cols = round_up(end - begin, P);
     Real *scores = buf.probs + i0 * kTileKV + left, *grads = buf.grad_scores + i0 * kTileKV + left;

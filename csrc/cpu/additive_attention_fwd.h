@@ -143,8 +143,8 @@ struct AdditiveForward {
     additive_scores(rows, cols, cap, buf.weight, buf.query + int64_t(i0) * buf.query_stride, buf.query_stride,
                     buf.key + int64_t(begin - kv_begin) * buf.weight.slots, buf.scores, kTileKV);
     for_each_marked_pair(mods, tile_rows, buf.marked_rows + i0, rows, begin, end, buf.marked_keys + begin - kv_begin, !buf.weight.finite, [&](int i, int j) {
-      buf.scores[i * kTileKV + j - begin] = buf.weight.direct(whole_row(query, tile_rows[i].query, int(p.head_dim), buf.query_row),
-                                                              whole_row(key, j, int(p.head_dim), buf.key_row));
+      buf.scores[i * kTileKV + j - begin] =
+          buf.weight.direct(whole_row(query, tile_rows[i].query, int(p.head_dim), buf.query_row), whole_row(key, j, int(p.head_dim), buf.key_row));
     });
     const Real factor = mods.apply(tile_rows, rows, begin, end, buf.scores, kTileKV, nullptr);
     if (!covers(block.full, begin, begin + cols))
@@ -154,15 +154,15 @@ struct AdditiveForward {
     const uint32_t* bits[kBlockRows];
     const BlockDropout<Real> drop = {&dropout, in_registers, tile_rows[0].query, (begin - kv_begin) / kPhiloxGroup, bits};
     if (kDrop && !in_registers)
-      for (int i = 0; i < rows; i++)
-        bits[i] = dropout.row_bits(tile_rows[i].query, begin, cols, buf.dropout_bits + i * Dropout::row_bits_size(kTileKV));
+      for (int i = 0; i < rows; i++) bits[i] = dropout.row_bits(tile_rows[i].query, begin, cols, buf.dropout_bits + i * Dropout::row_bits_size(kTileKV));
     softmax_block<Real, kDrop>(rows, cols, kTileKV, buf.scores, buf.scores, factor, state, int(p.head_dim_v), drop);
 
     const Real* probs = buf.scores + seen.begin - begin;
     const Real* values = buf.value + int64_t(seen.begin - kv_begin) * kPanel<Real>;
     if (started)
       gemm<Left::RowMajor, Store::Accumulate>(rows, int(p.head_dim_v), end - seen.begin, probs, kTileKV, values, buf.value_panel, state.out, state.out_stride);
-    else gemm<Left::RowMajor, Store::Overwrite>(rows, int(p.head_dim_v), end - seen.begin, probs, kTileKV, values, buf.value_panel, state.out, state.out_stride);
+    else
+      gemm<Left::RowMajor, Store::Overwrite>(rows, int(p.head_dim_v), end - seen.begin, probs, kTileKV, values, buf.value_panel, state.out, state.out_stride);
     if (!finite) add_nonfinite<Real>(mods, tile_rows, rows, seen.begin, end, probs, kTileKV, value, int(p.head_dim_v), state.out, state.out_stride);
   }
 

@@ -201,8 +201,8 @@ constexpr int kWeightThreads = 128;
 
 // grad_score_weight [head_dim] or [num_heads][head_dim]: a thread per element adds its parts up.
 template <class Real>
-__global__ void __launch_bounds__(kWeightThreads) additive_weight_kernel(const double* parts, int64_t batch, int64_t num_heads, int64_t tiles, int64_t head_dim,
-                                                                         bool per_head, Real* grad) {
+__global__ void __launch_bounds__(kWeightThreads)
+    additive_weight_kernel(const double* parts, int64_t batch, int64_t num_heads, int64_t tiles, int64_t head_dim, bool per_head, Real* grad) {
   const int64_t index = int64_t(blockIdx.x) * kWeightThreads + threadIdx.x;
   if (index >= (per_head ? num_heads : 1) * head_dim) return;
   const int64_t first = per_head ? index / head_dim : 0, last = per_head ? first + 1 : num_heads;
@@ -253,8 +253,7 @@ void launch_additive_bwd(const AdditiveAttentionBackwardParams& additive, void* 
   request.grad_out = params.grad_out, request.grad_lse = params.grad_lse;
   launch_fma_stats<T>(request, table, stats, product, stream);
 
-  if (params.grad_query.data || parts.weight_parts)
-    launch_additive_gradient<T, false>(params, table, stats, product, parts.weight_parts, stream);
+  if (params.grad_query.data || parts.weight_parts) launch_additive_gradient<T, false>(params, table, stats, product, parts.weight_parts, stream);
   if (params.grad_key.data) launch_additive_gradient<T, true>(params, table, stats, product, nullptr, stream);
   if (params.grad_value.data) launch_fma_gradient_of<T, Gradient::kValue>(params, p.head_dim_v, table, stats, product, stream);
   if (!additive.grad_score_weight || p.head_dim == 0) return;

@@ -76,7 +76,8 @@ SIMT_DEVICE void stage_exponentials(Real<T>* tile, const Rows<const T> m, int64_
 
 // The score of one pair, however large its numbers are.
 template <class T>
-SIMT_DEVICE Real<T> direct_score(const Rows<const T>& left, int64_t left_row, const Rows<const T>& right, int64_t right_row, const Real<T>* weight, int64_t dim) {
+SIMT_DEVICE Real<T> direct_score(const Rows<const T>& left, int64_t left_row, const Rows<const T>& right, int64_t right_row, const Real<T>* weight,
+                                 int64_t dim) {
   Real<T> sum = 0;
 #pragma unroll 1
   for (int64_t d = 0; d < dim; d++) sum += weight[d] * tanh(to_real(*left.at(left_row, d)) + to_real(*right.at(right_row, d)));
@@ -92,7 +93,7 @@ struct AdditiveProduct {
 
   // Weights of kDepth columns; marks of left rows, right rows and weights.
   template <class Tile>
-  static constexpr int kBytes = Tile::kDepth* int(sizeof(Real)) + 2 * Tile::kRows + 16 + 16;
+  static constexpr int kBytes = Tile::kDepth * int(sizeof(Real)) + 2 * Tile::kRows + 16 + 16;
 
   template <class Tile, class LeftRow, class RightRow>
   SIMT_DEVICE void add(typename Tile::Scores& scores, int64_t head, const Rows<const typename Tile::T>& left, const LeftRow& left_row,

@@ -31,8 +31,9 @@ struct ForwardHead {
 template <class Tile>
 using ForwardKept = KeptTile<Tile::kRows, Tile::kCols>;
 template <class Tile, class Product>
-constexpr int kForwardBytes = Product::template kBytes<Tile> + Tile::kScoreBytes + (Tile::kValues + SoftmaxRows<Tile>::kElements) * int(sizeof(typename Tile::Real)) +
-                              ForwardKept<Tile>::kBytes + int(sizeof(ForwardHead<Tile>));
+constexpr int kForwardBytes =
+    Product::template kBytes<Tile> + Tile::kScoreBytes + (Tile::kValues + SoftmaxRows<Tile>::kElements) * int(sizeof(typename Tile::Real)) +
+    ForwardKept<Tile>::kBytes + int(sizeof(ForwardHead<Tile>));
 
 template <class Tile, class Product>
 __global__ void __launch_bounds__(Tile::kThreads, 2) attention_fma_fwd_kernel(AttentionParams p, RowTable table, Product product) {
@@ -137,8 +138,8 @@ template <class T, int kOut, class Product>
 void launch_fma_fwd(const AttentionParams& p, const RowTable& table, const Product& product, Stream stream) {
   using Tile = FmaTile<T, kOut>;
   const int64_t pieces = max_of(int64_t(1), (p.head_dim_v + kOut - 1) / kOut), tiles = (p.seqlen_q + Tile::kRows - 1) / Tile::kRows;
-  SIMT_LAUNCH((attention_fma_fwd_kernel<Tile, Product>), unsigned(pieces * tiles * p.batch * p.num_heads), Tile::kThreads, (kForwardBytes<Tile, Product>), stream,
-              p, table, product);
+  SIMT_LAUNCH((attention_fma_fwd_kernel<Tile, Product>), unsigned(pieces * tiles * p.batch * p.num_heads), Tile::kThreads, (kForwardBytes<Tile, Product>),
+              stream, p, table, product);
 }
 
 }  // namespace

@@ -37,7 +37,8 @@ SIMT_DEVICE bool is_coarse(Real<T> lse) {
 }
 
 template <class Tile, class Product>
-constexpr int kStatsBytes = Product::template kBytes<Tile> + Tile::kScoreBytes + (SoftmaxRows<Tile>::kElements + 2 * Tile::kRows) * int(sizeof(typename Tile::Real));
+constexpr int kStatsBytes =
+    Product::template kBytes<Tile> + Tile::kScoreBytes + (SoftmaxRows<Tile>::kElements + 2 * Tile::kRows) * int(sizeof(typename Tile::Real));
 
 template <class Tile, class Product>
 __global__ void __launch_bounds__(Tile::kThreads, Product::kStatsBlocks)
