@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import additive
 import claims
 import decode
 import linear
@@ -38,7 +39,7 @@ from tiled_attention.testing import Case, largest
 
 WIDTH = 150
 # Operators beside exact attention: modules with CLAIMS of their own.
-PARTS = {"linear": linear, "decode": decode, "lsh": lsh, "sparse": sparse, "varlen": varlen}
+PARTS = {"linear": linear, "additive": additive, "decode": decode, "lsh": lsh, "sparse": sparse, "varlen": varlen}
 # A result further away than this share of its largest element is wrong; accuracy itself is what the tests and `compare` look at.
 WRONG = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 

@@ -116,7 +116,8 @@ def expected(case: Case) -> Expected:
     exact = definition(x, weight, grads, kept, F64)
     plain = [definition(x, weight, grads, kept, F32, flip) for flip in (False, True)]
     own = {name: max(error(one[name], want) for one in plain) for name, want in exact.items()}
-    return Expected(exact, own, grads, kept, largest(grad_out.double().abs().sum(-1)) * largest(x.value) * max(1.0, largest(weight)))
+    terms = largest(grad_out.double().abs().sum(-1)) * largest(x.value) * max(1.0, largest(weight))
+    return Expected(exact, own, grads, kept, terms)
 
 
 def arguments(case: Case) -> dict:
@@ -231,7 +232,7 @@ def test_any_weight(weight: list[float], isa: str):
     rounding = 4 * torch.finfo(F32).eps * max(map(abs, weight))  # of a score
     for name, a, b in zip("qkvw", torch.autograd.grad(out.sum(), leaves), torch.autograd.grad(want.sum(), exact), strict=True):
         limit = (1e-5 + rounding) * max(1.0, b.abs().max().item())
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=limit, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=limit, msg=name)
 
 
 @pytest.mark.parametrize("hidden", (math.nan, math.inf, 70.0, -1e30))

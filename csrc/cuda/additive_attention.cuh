@@ -19,8 +19,23 @@ namespace cuda {
 namespace {
 
 template <class Tile, bool kKeyRows>
-constexpr int kAdditiveGradientBytes =
-    kPairBytes<PairTiles<Tile, kKeyRows, AdditiveProduct<typename Tile::Real>>, Tile> + Tile::kValues * int(sizeof(typename Tile::Real));
+constexpr int kAdditiveGradientBytes = kPairBytes<PairTiles<Tile, kKeyRows, AdditiveProduct<typename Tile::Real>>, Tile> +
+                                       (Tile::kValues + Tile::kRows * Tile::kOutStride) * int(sizeof(typename Tile::Real));
+
+// Rows whose sums a thread holds in registers at a time.
+constexpr int kSweepRows = 4;
+
+// The quad of columns that the thread owns, of one row of a tile.
+template <class Tile>
+SIMT_DEVICE void load_columns(typename Tile::Real (&to)[kQuad], const typename Tile::Real* row, typename Tile::Place at) {
+  constexpr int kVector = Tile::kVector;
+#pragma unroll
+  for (int c = 0; c < kQuad; c += kVector) {
+    const auto part = *reinterpret_cast<const Vec16<typename Tile::Real>*>(row + kVector * at.x + 16 * c);
+#pragma unroll
+    for (int k = 0; k < kVector; k++) to[c + k] = part.x[k];
+  }
+}
 
 // kKeyRows: grad_key of a tile of keys, over the queries of all heads that read it; otherwise grad_query and the share of grad_score_weight.
 template <class Tile, bool kKeyRows>
@@ -38,6 +53,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   Real* const left = carve.template take<Real>(Tile::kLeft);
   Real* const right = carve.template take<Real>(Tile::kRight);
   Real* const columns = carve.template take<Real>(Tile::kValues);
+  Real* const sums = carve.template take<Real>(Tile::kRows * Tile::kOutStride);
   uint8_t* const kept = carve.template take<uint8_t>(Pairs::Kept::kBytes);
   Pairs* const shared_pairs = carve.template take<Pairs>(1);
   unsigned char* const product_memory = carve.template take<unsigned char>(Pairs::kProductBytes);
@@ -52,19 +68,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   const int64_t first_row = tile_of_rows * Tile::kRows, batch = item / heads, head = item % heads;
   const auto column = [&](int c) { return first_col + kVector * (at.x + 16 * (c / kVector)) + c % kVector; };
 
-  // Exponentials of the rows of the block; -1 where out of range.
+  // Sums wait in shared memory, each thread's own, while the scores need the registers.
   const Rows<const T> own = rows_of<const T>(p, kKeyRows ? p.key : p.query, batch, head);
-  Real exponential[kRowsOf][kQuad], sum[kRowsOf][kQuad];
   double of_weight[kQuad] = {0, 0, 0, 0};
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kRowsOf; i++)
 #pragma unroll
-    for (int c = 0; c < kQuad; c++) {
-      const int64_t row = first_row + at.row(i);
-      const Real x = row < seqlen && column(c) < cols ? to_real(*own.at(row, column(c))) : Real(0);
-      exponential[i][c] = in_range(x) ? exp(x + x) : Real(-1);
-      sum[i][c] = 0;
-    }
+    for (int c = 0; c < kQuad; c++) sums[(at.row(i)) * Tile::kOutStride + int(column(c) - first_col)] = 0;
 
 #pragma unroll 1
   for (int64_t query_head = kKeyRows ? head * group : head; query_head < (kKeyRows ? (head + 1) * group : head + 1); query_head++) {
@@ -91,45 +101,59 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
       Real of_tile[kQuad] = {0, 0, 0, 0};
       const int count = int(min_of(int64_t(Tile::kCols), seqlen_of_columns - first));
 #pragma unroll 1
-      for (int j = 0; j < count; j++) {
-        Real e[kQuad];
+      for (int i0 = 0; i0 < kRowsOf; i0 += kSweepRows) {
+        // Exponentials of the thread's own rows, -1 where out of range.
+        Real exponential[kSweepRows][kQuad], sum[kSweepRows][kQuad];
 #pragma unroll
-        for (int c = 0; c < kQuad; c += kVector) {
-          const Vec16<Real> part = *reinterpret_cast<const Vec16<Real>*>(columns + j * Tile::kOutStride + kVector * at.x + 16 * c);
-#pragma unroll
-          for (int k = 0; k < kVector; k++) e[c + k] = part.x[k];
-        }
-        const bool missing = e[0] < 0 || e[1] < 0 || e[2] < 0 || e[3] < 0;
-#pragma unroll
-        for (int i = 0; i < kRowsOf; i++) {
-          const Real grad = right[(at.row(i)) * Tile::kStride + j];
-          const Real(&own_e)[kQuad] = exponential[i];
-          Real t[kQuad], curve[kQuad];
-          if (missing || own_e[0] < 0 || own_e[1] < 0 || own_e[2] < 0 || own_e[3] < 0) {
-            if (is_hidden(grad)) continue;
-#pragma unroll
-            for (int c = 0; c < kQuad; c++) {
-              const int64_t row = first_row + at.row(i);
-              const bool exists = row < seqlen && column(c) < cols;
-              t[c] = exists ? tanh(to_real(*own.at(row, column(c))) + to_real(*other.at(first + j, column(c)))) : Real(0);
-              curve[c] = Real(1) - t[c] * t[c];
-            }
-          } else {
-            Real q[kQuad];
-#pragma unroll
-            for (int c = 0; c < kQuad; c++) q[c] = half_denominator(own_e[c], e[c]);
-            const Real low = q[0] * q[1], high = q[2] * q[3], inverse = reciprocal(low * high);
-            const Real inverse_low = high * inverse, inverse_high = low * inverse;
-            const Real r[kQuad] = {q[1] * inverse_low, q[0] * inverse_low, q[3] * inverse_high, q[2] * inverse_high};
-#pragma unroll
-            for (int c = 0; c < kQuad; c++) t[c] = Real(1) - r[c], curve[c] = r[c] * (Real(1) + t[c]);
-          }
+        for (int i = 0; i < kSweepRows; i++) {
+          const int64_t row = first_row + at.row(i0 + i);
 #pragma unroll
           for (int c = 0; c < kQuad; c++) {
-            sum[i][c] = multiply_add(grad * weight[c], curve[c], sum[i][c]);
-            if constexpr (!kKeyRows) of_tile[c] = multiply_add(grad, t[c], of_tile[c]);
+            const Real x = row < seqlen && column(c) < cols ? to_real(*own.at(row, column(c))) : Real(0);
+            exponential[i][c] = in_range(x) ? exp(x + x) : Real(-1);
+          }
+          load_columns<Tile>(sum[i], sums + (at.row(i0 + i)) * Tile::kOutStride, at);
+        }
+#pragma unroll 1
+        for (int j = 0; j < count; j++) {
+          Real e[kQuad];
+          load_columns<Tile>(e, columns + j * Tile::kOutStride, at);
+          const bool missing = e[0] < 0 || e[1] < 0 || e[2] < 0 || e[3] < 0;
+#pragma unroll
+          for (int i = 0; i < kSweepRows; i++) {
+            const Real grad = right[(at.row(i0 + i)) * Tile::kStride + j];
+            const Real(&own_e)[kQuad] = exponential[i];
+            Real t[kQuad], curve[kQuad];
+            if (missing || own_e[0] < 0 || own_e[1] < 0 || own_e[2] < 0 || own_e[3] < 0) {
+              if (is_hidden(grad)) continue;
+              const int64_t row = first_row + at.row(i0 + i);
+#pragma unroll
+              for (int c = 0; c < kQuad; c++) {
+                const bool exists = row < seqlen && column(c) < cols;
+                t[c] = exists ? tanh(to_real(*own.at(row, column(c))) + to_real(*other.at(first + j, column(c)))) : Real(0);
+                curve[c] = Real(1) - t[c] * t[c];
+              }
+            } else {
+              Real q[kQuad];
+#pragma unroll
+              for (int c = 0; c < kQuad; c++) q[c] = half_denominator(own_e[c], e[c]);
+              const Real low = q[0] * q[1], high = q[2] * q[3], inverse = reciprocal(low * high);
+              const Real inverse_low = high * inverse, inverse_high = low * inverse;
+              const Real r[kQuad] = {q[1] * inverse_low, q[0] * inverse_low, q[3] * inverse_high, q[2] * inverse_high};
+#pragma unroll
+              for (int c = 0; c < kQuad; c++) t[c] = Real(1) - r[c], curve[c] = r[c] * (Real(1) + t[c]);
+            }
+#pragma unroll
+            for (int c = 0; c < kQuad; c++) {
+              sum[i][c] = multiply_add(grad * weight[c], curve[c], sum[i][c]);
+              if constexpr (!kKeyRows) of_tile[c] = multiply_add(grad, t[c], of_tile[c]);
+            }
           }
         }
+#pragma unroll
+        for (int i = 0; i < kSweepRows; i++)
+#pragma unroll
+          for (int c = 0; c < kQuad; c++) sums[(at.row(i0 + i)) * Tile::kOutStride + int(column(c) - first_col)] = sum[i][c];
       }
       if constexpr (!kKeyRows) {
 #pragma unroll
@@ -141,15 +165,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   const TensorView& view = kKeyRows ? params.grad_key : params.grad_query;
   if (view.data) {
     const Rows<T> to = rows_of<T>(p, view, batch, head);
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kRowsOf; i++) {
       const int64_t row = first_row + at.row(i);
       if (row >= seqlen) continue;
+      Real sum[kQuad];
+      load_columns<Tile>(sum, sums + (at.row(i)) * Tile::kOutStride, at);
 #pragma unroll
       for (int c = 0; c < kQuad; c += kVector) {
         Real part[kVector];
 #pragma unroll
-        for (int k = 0; k < kVector; k++) part[k] = sum[i][c + k];
+        for (int k = 0; k < kVector; k++) part[k] = sum[c + k];
         if (column(c) < cols) store_part<T, kVector>(to, row, column(c), cols, part);
       }
     }

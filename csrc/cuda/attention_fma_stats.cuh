@@ -41,11 +41,11 @@ constexpr int kStatsBytes =
     Product::template kBytes<Tile> + Tile::kScoreBytes + (SoftmaxRows<Tile>::kElements + 2 * Tile::kRows) * int(sizeof(typename Tile::Real));
 
 // Blocks of a multiprocessor: conversions from 16 bit take registers that three do not leave.
-template <class Tile>
-constexpr int kStatsBlocks = sizeof(typename Tile::T) == 2 ? 2 : 3;
+template <class Tile, class Product>
+constexpr int kStatsBlocks = sizeof(typename Tile::T) == 2 ? 2 : Product::kStatsBlocks;
 
 template <class Tile, class Product>
-__global__ void __launch_bounds__(Tile::kThreads, kStatsBlocks<Tile>)
+__global__ void __launch_bounds__(Tile::kThreads, (kStatsBlocks<Tile, Product>))
     attention_fma_stats_kernel(StatsParams params, RowTable table, RowStats<typename Tile::Real> stats, Product product) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;

@@ -158,7 +158,8 @@ def _prepare(
     head_dim, num_heads = call.query.shape[-1], call.query.shape[-3]
     if score_weight.shape not in ((head_dim,), (num_heads, head_dim)):
         raise ValueError(
-            f"score_weight must have shape ({head_dim},), or ({num_heads}, {head_dim}) for one per query head, got {tuple(score_weight.shape)}"
+            f"score_weight must have shape ({head_dim},), or ({num_heads}, {head_dim}) for one per query head, "
+            f"got {tuple(score_weight.shape)}"
         )
     return AdditiveArguments(
         call.query,

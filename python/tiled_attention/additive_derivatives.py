@@ -23,29 +23,26 @@ from .derivatives import Wanted
 
 def masks_of(args: AdditiveArguments) -> Arguments:
     """The call as one of exact attention, whose masks and dropout it shares."""
-    query, key, value, _, mask, *rest = args
-    others: Any = rest
-    key_lengths, documents, query_offset, dropout_seed, dropout_p, intervals, offsets = others
     return Arguments(
-        query,
-        key,
-        value,
-        mask,
+        args.query,
+        args.key,
+        args.value,
+        args.mask,
         None,
         None,
         None,
-        key_lengths,
-        documents,
-        query_offset,
-        dropout_seed,
+        args.key_lengths,
+        args.documents,
+        args.query_offset,
+        args.dropout_seed,
         None,
         None,
         None,
         1.0,
         0.0,
-        dropout_p,
-        intervals,
-        offsets,
+        args.dropout_p,
+        args.intervals,
+        args.dropout_offsets,
         False,
     )
 
