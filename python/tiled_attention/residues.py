@@ -240,8 +240,10 @@ class _Attention(torch.autograd.Function):
 def _plain(
     query: Tensor, key: Tensor, value: Tensor, slopes: Any, sinks: Any, scale: float, softcap: float, intervals: tuple[int, ...]
 ) -> Arguments:
-    nothing: Any = (None,) * 7
-    return Arguments(query, key, value, None, None, slopes, sinks, *nothing, scale, softcap, 0.0, intervals, (), query.is_cuda and allows_tf32(query))
+    allow_tf32 = query.is_cuda and allows_tf32(query)
+    args: Any = (query, key, value, None, None, slopes, sinks, *(None,) * 7, scale, softcap, 0.0, intervals, (), allow_tf32)
+    return Arguments(*args)
+
 
 
 def _recorded(args: Arguments, pattern: Pattern, grad_out: Any, grad_lse: Any, needed: Any, create_graph: bool) -> list[Tensor | None]:
