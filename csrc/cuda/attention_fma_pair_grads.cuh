@@ -176,6 +176,8 @@ __global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
   const DistanceGrid grid(p, Pairs::kQueries, Pairs::kKeys);
   const int64_t item = int64_t(blockIdx.x) / grid.diagonals, batch = item / p.num_heads, head = item % p.num_heads;
   const int64_t ahead = (int64_t(blockIdx.x) % grid.diagonals - grid.first) * Pairs::kKeys;  // first key - first query
+  // Whole tiles of queries from 0 on: others would meet the pairs of other diagonals where a tile has fewer keys.
+  const int64_t first_row = (max_of(int64_t(0), -ahead) + Pairs::kQueries - 1) / Pairs::kQueries * Pairs::kQueries;
   const Pairs& pairs = in_shared(shared_pairs, params, table, stats, batch, head);
   typename Tile::ThreadPairs sum;
 #pragma unroll
@@ -183,7 +185,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
 #pragma unroll
     for (int j = 0; j < Tile::kThreadCols; j++) sum[i][j] = 0;
 #pragma unroll 1
-  for (int64_t first_query = max_of(int64_t(0), -ahead); first_query < p.seqlen_q && first_query + ahead < p.seqlen_kv; first_query += Pairs::kQueries) {
+  for (int64_t first_query = first_row; first_query < p.seqlen_q && first_query + ahead < p.seqlen_kv; first_query += Pairs::kQueries) {
     const int64_t first_key = first_query + ahead;
     const RowBounds bounds = table.bounds_of(batch, first_query, Pairs::kQueries);
     if (!bounds.sees(first_key, first_key + Pairs::kKeys)) continue;
