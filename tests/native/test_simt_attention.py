@@ -50,7 +50,7 @@ def test_gradients(source: str, job: str):
     assert done.stdout.count("right ") > 1 and "wrong" not in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize("job", ["plain", "asan", pytest.param("tsan", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("job", ["plain", *(pytest.param(job, marks=pytest.mark.slow) for job in ("asan", "tsan"))])
 def test_decode_of_any_lengths_and_pages(job: str):
     done = run(build("simt_decode.cpp", job))
     assert done.returncode == 0, done.stdout[-5000:]
