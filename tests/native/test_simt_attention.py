@@ -57,7 +57,7 @@ def test_packed_sequences_with_wrong_offsets(job: str, flags: tuple[str, ...]):
     assert done.returncode == 0 and done.stdout.count("right ") == 2, done.stdout[-5000:]
 
 
-@pytest.mark.parametrize("job", ["plain", "asan", pytest.param("tsan", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("job", ["plain", *(pytest.param(job, marks=pytest.mark.slow) for job in ("asan", "tsan"))])
 def test_decode_of_any_lengths_and_pages(job: str):
     done = run(build("simt_decode.cpp", job))
     assert done.returncode == 0, done.stdout[-5000:]
