@@ -46,8 +46,8 @@ def lower(
 ) -> Lowered:
     """The operator arguments that mean `mask` for a query (*batch_shape, num_heads, seqlen_q, head_dim) on `device`.
 
-    Numbers and vectors say as much as they can; what they cannot say becomes block lists, if the operator takes `block_lists`, or a dense bool
-    tensor. Reads no values of tensors.
+    Numbers and vectors say as much as they can; what they cannot say becomes block lists, if the operator takes `block_lists`, or a dense
+    bool tensor. Reads no values of tensors.
 
     Errors: TypeError or ValueError naming `mask`, `lengths`, `cu_seqlens` or `query_offset`.
     """
