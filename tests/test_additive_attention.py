@@ -94,8 +94,8 @@ class Expected:
         limit = limit_of(name, self.exact[name], self.own[name], dtype, stored, dot=False)
         if name in ("out", "lse"):
             return limit
-        # Weights come again from lse: its rounding and that of the exponential are theirs. Where a row sees one key, its score gradient is
-        # a difference of equal sums.
+        # Weights come again from lse: its rounding and that of the exponential are theirs. Where a row sees one key, its score gradient
+        # is a difference of equal sums.
         real = real_dtype(dtype)
         relative = 0.5 * ulp(largest(self.exact["lse"]), real) + torch.finfo(real).eps
         return limit + relative * largest(self.exact[name]) + torch.finfo(real).eps * self.terms

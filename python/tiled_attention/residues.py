@@ -245,7 +245,6 @@ def _plain(
     return Arguments(*args)
 
 
-
 def _recorded(args: Arguments, pattern: Pattern, grad_out: Any, grad_lse: Any, needed: Any, create_graph: bool) -> list[Tensor | None]:
     """Gradients through the composite, themselves differentiable with `create_graph`."""
     tensors: Any = (args.query, args.key, args.value, args.alibi_slopes, args.sinks)
