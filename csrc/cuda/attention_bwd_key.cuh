@@ -21,7 +21,7 @@ struct KeyGradTile {
   // Of each query: lse, -delta, with features the shift of the scores.
   static constexpr int kStats = kFeatures ? 3 : 2;
   // Blocks on a multiprocessor of 228 KB: with features at D 128 shared memory leaves room for a third, if registers do.
-  static constexpr int kBlocks = D == 128 && kFeatures ? 3 : 1;
+  static constexpr int kBlocks = D == 128 && kFeatures && kKey ? 3 : 1;
   static constexpr int kValueElements = kKey ? kKeys * D : 0;
   static constexpr int kSharedBytes =
       (kKeys * D + kValueElements + (kQueryStages + 1) * kQueries * D) * int(sizeof(T)) + kQueryStages * kStats * kQueries * int(sizeof(float));
