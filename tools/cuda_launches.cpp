@@ -203,6 +203,10 @@ void run_exact(DType dtype, const Sizes& s, int options, bool aligned) {
     b.forward.bias.row_stride = b.grad_bias.row_stride = 0;
     cuda::attention_bwd_scratch(b);
     RUN(attention_bwd, b, pointer(), nullptr);
+    // By distance.
+    b.forward.bias.row_stride = b.grad_bias.row_stride = -1;
+    cuda::attention_bwd_scratch(b);
+    RUN(attention_bwd, b, pointer(), nullptr);
   }
 
   AttentionWeightsParams w;
@@ -215,6 +219,32 @@ void run_exact(DType dtype, const Sizes& s, int options, bool aligned) {
     cuda::attention_weights_scratch(w);
     RUN(attention_weights, w, pointer(), nullptr);
   }
+}
+
+void run_additive(DType dtype, const Sizes& s, int options, bool aligned) {
+  AdditiveAttentionParams p;
+  p.attention = exact(dtype, s, options, aligned);
+  p.score_weight = pointer();
+  cuda::additive_attention_fwd_scratch(p);
+  RUN(additive_attention_fwd, p, pointer(), nullptr);
+
+  AdditiveAttentionBackwardParams b;
+  b.attention.forward = p.attention;
+  b.attention.grad_out = view(dtype, s.num_heads, s.seqlen_q, s.head_dim_v, aligned);
+  b.attention.grad_query = view(dtype, s.num_heads, s.seqlen_q, s.head_dim, aligned);
+  b.attention.grad_key = view(dtype, s.num_heads_kv, s.seqlen_kv, s.head_dim, aligned);
+  b.attention.grad_value = view(dtype, s.num_heads_kv, s.seqlen_kv, s.head_dim_v, aligned);
+  b.score_weight = pointer(), b.grad_score_weight = pointer();
+  cuda::additive_attention_bwd_scratch(b);
+  RUN(additive_attention_bwd, b, pointer(), nullptr);
+
+  AdditiveAttentionWeightsParams w;
+  w.attention.forward = p.attention;
+  w.attention.num_rows = s.seqlen_q;
+  w.attention.weights = view(dtype == DType::kFloat64 ? dtype : DType::kFloat32, s.num_heads, s.seqlen_q, s.seqlen_kv);
+  w.score_weight = pointer();
+  cuda::additive_attention_weights_scratch(w);
+  RUN(additive_attention_weights, w, pointer(), nullptr);
 }
 
 // bit 0 key mask, 1 decay, 2 decay per feature, 3 states in and out, 4 not causal
@@ -337,6 +367,7 @@ int main() {
               if (usual || (others & (others - 1)) == 0 || others == 255) run_exact(dtype, s, options, aligned);
             }
             for (int options = 0; options < 32; ++options) run_linear(dtype, s, options, aligned);
+            for (const int options : {0, 1, 32, 64, 128}) run_additive(dtype, s, options, aligned);
             for (const int64_t heads : {2, 8, 16, 64}) run_decode(dtype, {2, heads, 2, 1, seqlen, head_dim, head_dim_v}, aligned);
           }
         }
