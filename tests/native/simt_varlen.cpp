@@ -49,8 +49,10 @@ void run(AttentionParams p, Exact<T>& grad_out, Results<T>& results) {
     launch(memory.data.get());
   };
 #ifdef SIMT_FMA
-  with_memory([&](Scratch& s) { cuda::take_row_table(p, &s, false); }, [&](void* memory) { cuda::launch_attention_fma_fwd<T>(p, memory, nullptr); });
-  with_memory([&](Scratch& s) { cuda::FmaBackwardScratch(params, &s); }, [&](void* memory) { cuda::launch_attention_fma_bwd<T>(params, memory, nullptr); });
+  with_memory([&](Scratch& s) { cuda::take_row_table(p, &s, false); },
+              [&](void* memory) { cuda::launch_attention_fma_fwd<T, cuda::Products::kFma>(p, memory, nullptr); });
+  with_memory([&](Scratch& s) { cuda::FmaBackwardScratch(params, &s); },
+              [&](void* memory) { cuda::launch_attention_fma_bwd<T, cuda::Products::kFma>(params, memory, nullptr); });
 #else
   with_memory([&](Scratch& s) { cuda::take_row_table(p, &s); },
               [&](void* memory) {
