@@ -89,7 +89,7 @@ template <class Real>
 struct AdditiveProduct {
   const Real* weights;  // [head_dim], or [num_heads][head_dim]
   int64_t head_stride;
-  static constexpr int kStatsBlocks = 2;
+  static constexpr bool kFewRegisters = false;
 
   // Weights of kDepth columns; marks of left rows, right rows and weights.
   template <class Tile>

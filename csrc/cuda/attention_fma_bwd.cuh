@@ -108,7 +108,7 @@ void launch_fma_gradient(const AttentionBackwardParams& params, const RowTable& 
 template <class T, Products kProducts, Gradient kOf, class Product>
 void launch_fma_gradient_of(const AttentionBackwardParams& params, int64_t cols, const RowTable& table, const RowStats<Real<T>>& stats, const Product& product,
                             Stream stream) {
-  constexpr int kOut = sizeof(T) == 8 ? 64 : 128;
+  constexpr int kOut = sizeof(T) == 8 || (sizeof(T) == 2 && !Product::kFewRegisters) ? 64 : 128;
   if constexpr (sizeof(T) > 2) {
     if (cols <= kOut / 2) return launch_fma_gradient<FmaTile<T, kOut / 2, kProducts>, kOf>(params, table, stats, product, stream);
   }

@@ -39,7 +39,7 @@ constexpr int kForwardBytes =
     ForwardKept<Tile>::kBytes + int(sizeof(ForwardHead<Tile>) + sizeof(int));
 
 template <class Tile, class Product>
-__global__ void __launch_bounds__(Tile::kThreads, sizeof(typename Tile::Real) == 8 && Tile::kOut == 32 ? 3 : 2)
+__global__ void __launch_bounds__(Tile::kThreads, Product::kFewRegisters && sizeof(typename Tile::Real) == 8 && Tile::kOut == 32 ? 3 : 2)
     attention_fma_fwd_kernel(AttentionParams p, RowTable table, Product product) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;

@@ -62,7 +62,7 @@ using QueryPairs = PairTiles<Tile, false>;
 
 // Blocks of a multiprocessor that the registers must leave room for. In tf32 ptxas aims at more on sm_100 and sm_120 unless told, and spills.
 template <class Tile>
-constexpr int kPairBlocks = Tile::kTensorCores || sizeof(typename Tile::Real) == 8 ? 2 : 3;
+constexpr int kPairBlocks = Tile::kTensorCores || sizeof(typename Tile::T) != 4 ? 2 : 3;
 
 // grad_bias with rows and columns: a block per tile of a slice adds up the heads that share it.
 template <class Tile>

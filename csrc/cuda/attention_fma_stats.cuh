@@ -42,7 +42,7 @@ constexpr int kStatsBytes =
 
 // Blocks of a multiprocessor: conversions from 16 bit take registers that three do not leave.
 template <class Tile, class Product>
-constexpr int kStatsBlocks = sizeof(typename Tile::T) == 2 ? 2 : Product::kStatsBlocks;
+constexpr int kStatsBlocks = sizeof(typename Tile::T) == 2 || !Product::kFewRegisters ? 2 : 3;
 
 template <class Tile, class Product>
 __global__ void __launch_bounds__(Tile::kThreads, (kStatsBlocks<Tile, Product>))

@@ -231,7 +231,8 @@ SIMT_DEVICE void row_products(typename Tile::Scores& scores, const Rows<const ty
 
 // What scores are made of, one of the template arguments of the kernels: here query . key. `memory`: kBytes of shared memory that stay its own.
 struct DotProduct {
-  static constexpr int kStatsBlocks = 3;  // of a multiprocessor, in attention_fma_stats_kernel
+  // Whether products leave registers for more blocks of a multiprocessor, and for wide results of 16-bit tiles.
+  static constexpr bool kFewRegisters = true;
   template <class Tile>
   static constexpr int kBytes = 0;
   template <class Tile, class LeftRow, class RightRow>

@@ -24,11 +24,11 @@ struct WeightsScratch {
 namespace {
 
 // Blocks of a multiprocessor that the registers must leave room for: unless told, ptxas aims at more, and spills.
-template <class Tile>
-constexpr int kWeightsBlocks = Tile::kTensorCores ? 2 : 3;
+template <class Tile, class Product>
+constexpr int kWeightsBlocks = Tile::kTensorCores || !Product::kFewRegisters ? 2 : 3;
 
 template <class Tile, class Product>
-__global__ void __launch_bounds__(Tile::kThreads, kWeightsBlocks<Tile>)
+__global__ void __launch_bounds__(Tile::kThreads, (kWeightsBlocks<Tile, Product>))
     attention_weights_kernel(AttentionWeightsParams params, RowTable table, RowStats<typename Tile::Real> stats, Product product) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;
