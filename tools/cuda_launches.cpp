@@ -209,6 +209,18 @@ void run_exact(DType dtype, const Sizes& s, int options, bool aligned) {
     RUN(attention_bwd, b, pointer(), nullptr);
   }
 
+  // Packed sequences.
+  if (!(options & 3)) {
+    AttentionBackwardParams packed = b;
+    packed.forward.cu_seqlens_q = packed.forward.cu_seqlens_kv = static_cast<const int64_t*>(pointer());
+    packed.forward.total_q = s.batch * s.seqlen_q, packed.forward.total_kv = s.batch * s.seqlen_kv;
+    packed.forward.lse_head_stride = packed.forward.total_q;
+    cuda::attention_fwd_scratch(packed.forward);
+    RUN(attention_fwd, packed.forward, pointer(), nullptr);
+    cuda::attention_bwd_scratch(packed);
+    RUN(attention_bwd, packed, pointer(), nullptr);
+  }
+
   AttentionWeightsParams w;
   w.forward = p;
   for (const bool average : {false, true}) {
