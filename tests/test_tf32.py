@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import oracle
 import tf32
+import tiled_attention as ta
 from checks import same_bits
-from tiled_attention import autograd, call
+from tiled_attention import autograd, call, residues
 from tiled_attention.arguments import Arguments
 from tiled_attention.testing import Case, Inputs, assert_accurate, largest
 from tiled_attention.weights import weights_of
@@ -141,6 +143,29 @@ def test_compiled_and_mapped_calls():
     assert same_bits(out, want["out"]) and same_bits(torch.autograd.grad(out, query, grad_out)[0], want["query"])
     both = torch.func.vmap(attention)(torch.stack([x.query, x.query]))[0]
     assert same_bits(both[1], want["out"])
+
+
+def test_residue_classes_keep_the_choice_for_their_backward():
+    """Whatever torch's setting is by then."""
+    seen: list[tuple[str, bool]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names = [argument.name for argument in func._schema.arguments]
+            if "allow_tf32" in names:
+                seen.append((func._schema.name, args[names.index("allow_tf32")]))
+            return func(*args, **(kwargs or {}))
+
+    x = Case(num_heads=1, seqlen_q=128).inputs()
+    pattern = residues.pattern_of(ta.Strided(8) | ta.SlidingWindow(3, 0))
+    assert pattern is not None
+    for allow_tf32 in (True, False):
+        seen.clear()
+        with Watch():
+            out, _ = residues.attend(arguments(x.clone().requires_grad_(), allow_tf32), pattern)
+            out.sum().backward()
+        assert {name for name, _ in seen} == {"tiled_attention::attention_fwd", "tiled_attention::attention_bwd"}
+        assert all(choice == allow_tf32 for _, choice in seen)
 
 
 @emulated

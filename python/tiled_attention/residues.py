@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .arguments import Arguments, real_dtype
-from .call import allows_tf32
+from .call import forward, needs_derivatives
 from .library import ops
 from .mask_grid import TILE
 from .mask_rules import NO_INTERVALS, UNBOUNDED, Rule
@@ -87,12 +87,10 @@ def serves(pattern: Pattern, args: Arguments) -> bool:
 
 def attend(args: Arguments, pattern: Pattern) -> tuple[Tensor, Tensor]:
     """(out, lse) of the arguments under the pattern; `args` as `prepare` makes them without a mask."""
-    from .call import needs_derivatives
-
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return _composite(args, pattern)
     tensors = (args.query, args.key, args.value, args.alibi_slopes, args.sinks)
-    options = (pattern, args.scale, args.softcap, tuple(args.intervals))
+    options = (pattern, args.scale, args.softcap, tuple(args.intervals), args.allow_tf32)
     if needs_derivatives(tensors):
         out, lse = _Attention.apply(*tensors, *options)
         return out, lse
@@ -153,7 +151,6 @@ def _arguments(args: Arguments, piece: _Piece, with_sinks: bool) -> tuple[Argume
 def _composite(args: Arguments, pattern: Pattern) -> tuple[Tensor, Tensor]:
     """Made of differentiable operators, for derivatives of any kind."""
     from .attention import merge_attention
-    from .call import forward
 
     total: tuple[Tensor, Tensor] | None = None
     seqlen_q = args.query.shape[-2]
@@ -238,9 +235,16 @@ class _Attention(torch.autograd.Function):
 
 
 def _plain(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Any, sinks: Any, scale: float, softcap: float, intervals: tuple[int, ...]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Any,
+    sinks: Any,
+    scale: float,
+    softcap: float,
+    intervals: tuple[int, ...],
+    allow_tf32: bool,
 ) -> Arguments:
-    allow_tf32 = query.is_cuda and allows_tf32(query)
     args: Any = (query, key, value, None, None, slopes, sinks, *(None,) * 7, scale, softcap, 0.0, intervals, (), allow_tf32)
     return Arguments(*args)
 
