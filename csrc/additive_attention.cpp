@@ -1,7 +1,7 @@
 // Additive attention, Tensor side: check, allocate, fill params by name, run the kernels.
 
+#include "attention_checks.h"
 #include "backend.h"
-#include "checks.h"
 
 namespace tiled_attention {
 namespace {
@@ -34,21 +34,12 @@ AdditiveArguments take_additive_arguments(Arguments* stack) {
   return args;
 }
 
-// The shape of the scores: (..., num_heads, seqlen_q, seqlen_kv).
-struct ScoreShape {
-  int64_t rank = 0;
-  int64_t sizes[kMaxRank];
-};
-
 // Checks all arguments, fills the params but for results and batch dimensions, and adds the tensors to `batch_dims`.
 template <class Params>
 ScoreShape check_additive(AdditiveArguments* args, AttentionParams* attention, Params* params, BatchDims* batch_dims) {
   check_query_key_value(&args->query, &args->key, &args->value, attention, batch_dims);
   const Tensor& query = args->query;
-  ScoreShape scores;
-  scores.rank = query.rank;
-  std::memcpy(scores.sizes, query.sizes, static_cast<size_t>(query.rank - 1) * sizeof(int64_t));
-  scores.sizes[scores.rank - 1] = attention->seqlen_kv;
+  const ScoreShape scores(query, attention->seqlen_kv);
 
   read(&args->score_weight);
   check_dtype(args->score_weight, real_dtype(query.dtype));
@@ -61,12 +52,7 @@ ScoreShape check_additive(AdditiveArguments* args, AttentionParams* attention, P
   params->score_weight = args->score_weight.data;
   params->weight_head_stride = per_head ? attention->head_dim : 0;
 
-  if (args->mask) {
-    read(&args->mask);
-    check_dtype(args->mask, codes.boolean);
-    check_broadcastable(args->mask, scores.sizes, scores.rank);
-    batch_dims->add(args->mask, DType::kFloat32, &attention->bool_mask);
-  }
+  check_bool_mask(&args->mask, scores, attention, batch_dims);
   check_dropout(args->dropout_p, &args->dropout_seed, args->dropout_offsets, &attention->dropout);
   check_intervals(args->intervals, &attention->mask);
   return scores;
@@ -74,19 +60,8 @@ ScoreShape check_additive(AdditiveArguments* args, AttentionParams* attention, P
 
 // What needs the number of batch items: after all tensors are added.
 void finish_batch(const ScoreShape& scores, const BatchDims& batch_dims, AdditiveArguments* args, AttentionParams* attention) {
-  batch_dims.finish(scores.sizes, scores.rank - 3, attention);
+  batch_dims.finish(scores.sizes, scores.leading(), attention);
   check_mask_arrays(&args->key_lengths, &args->query_offset, &args->documents, attention->batch, &attention->mask);
-}
-
-bool has_rows(const AttentionParams& attention) { return attention.batch != 0 && attention.num_heads != 0 && attention.seqlen_q != 0; }
-
-// lse or its gradient: Real (..., num_heads, seqlen_q), made contiguous.
-void* check_lse(Tensor* lse, int32_t real, const ScoreShape& scores) {
-  read(lse);
-  check_dtype(*lse, real);
-  check_shape(*lse, scores.sizes, scores.rank - 1);
-  make_contiguous(lse);
-  return lse->data;
 }
 
 // additive_attention_fwd and additive_attention: (out, lse, residual).
@@ -101,27 +76,18 @@ void additive_attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
   BatchDims batch_dims;
   const ScoreShape scores = check_additive(&args, &attention, &params, &batch_dims);
 
-  // lse and 16-bit residuals come with out.
-  const int32_t dtype = args.query.dtype;
-  Tensor out = empty_in_order_of(args.query, "out", dtype, attention.head_dim_v);
-  Tensor lse = empty_contiguous("lse", real_dtype(dtype), args.query.device, scores.rank - 1, scores.sizes);
-  const bool keeps_residual = with_residual && is_16_bit(dtype);
-  Tensor residual = keeps_residual ? empty_in_order_of(args.query, "residual", dtype, attention.head_dim_v) : empty_nothing(dtype, args.query.device);
-  batch_dims.add(out, attention.dtype, &attention.out);
-  if (keeps_residual) batch_dims.add(residual, attention.dtype, &attention.residual);
-  attention.lse = lse.data;
+  const auto add = [&](const Tensor& tensor, DType type, TensorView* view) { batch_dims.add(tensor, type, view); };
+  ForwardResults results(args.query, scores.sizes, scores.rank - 1, with_residual, &attention, add);
   finish_batch(scores, batch_dims, &args, &attention);
 
   if (has_rows(attention) && attention.seqlen_kv == 0) {
-    fill_bytes(out, 0);
-    fill_bytes(residual, 0);
+    fill_bytes(results.out, 0);
+    fill_bytes(results.residual, 0);
     backend.lse_without_keys(attention);
   } else if (has_rows(attention)) {
     backend.additive_attention_fwd(params);
   }
-  stack[0] = out.release();
-  stack[1] = lse.release();
-  stack[2] = residual.release();
+  results.release(stack);
 }
 
 // (grad_query, grad_key, grad_value, grad_score_weight)
@@ -142,35 +108,17 @@ void additive_attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
   AttentionParams& forward = backward.forward;
   BatchDims batch_dims;
   const ScoreShape scores = check_additive(&args, &forward, &params, &batch_dims);
-  const int32_t dtype = args.query.dtype, real = real_dtype(dtype);
-  if (wanted < 0 || wanted >> kNumGradients) fail("gradients must be in [0, ", 1 << kNumGradients, "), got ", wanted);
-  const auto wants = [&](int i) { return (wanted >> i & 1) != 0; };
+  const int32_t real = real_dtype(args.query.dtype);
+  check_wanted(wanted, kNumGradients);
 
-  read(&grad_out);
-  check_like(grad_out, args.query, forward.head_dim_v);
-  batch_dims.add(grad_out, forward.dtype, &backward.grad_out);
-  read(&out);
-  check_like(out, args.query, forward.head_dim_v);
-  batch_dims.add(out, forward.dtype, &forward.out);
-  read(&residual);
-  if (residual.rank != 1 || residual.size(0) != 0) {
-    check_like(residual, args.query, forward.head_dim_v);
-    if (!is_16_bit(dtype)) fail("residual must have shape (0,) beside a query of ", DTypeName{dtype}, ", got ", residual.shape());
-    batch_dims.add(residual, forward.dtype, &forward.residual);
-  }
-  forward.lse = check_lse(&lse, real, scores);
-  if (grad_lse) backward.grad_lse = check_lse(&grad_lse, real, scores);
+  const auto add = [&](const Tensor& tensor, DType type, TensorView* view) { batch_dims.add(tensor, type, view); };
+  check_backward(args.query, &grad_out, &grad_lse, &out, &lse, &residual, scores.sizes, scores.rank - 1, &backward, add);
 
   const Tensor* const inputs[kNumGradients] = {&args.query, &args.key, &args.value, &args.score_weight};
   const char* const names[kNumGradients] = {"grad_query", "grad_key", "grad_value", "grad_score_weight"};
   Tensor grads[kNumGradients];
-  TensorView* const views[] = {&backward.grad_query, &backward.grad_key, &backward.grad_value};
-  for (int i = kQuery; i <= kValue; ++i) {
-    if (!wants(i)) continue;
-    grads[i] = empty_in_order_of(*inputs[i], names[i], dtype, inputs[i]->size(-1));
-    batch_dims.add(grads[i], forward.dtype, views[i]);
-  }
-  if (wants(kScoreWeight)) {
+  allocate_input_gradients(inputs, names, wanted, grads, &backward, add);
+  if (wanted >> kScoreWeight & 1) {
     grads[kScoreWeight] = empty_contiguous(names[kScoreWeight], real, args.query.device, args.score_weight.rank, args.score_weight.sizes);
     params.grad_score_weight = grads[kScoreWeight].data;
   }
@@ -179,14 +127,9 @@ void additive_attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
   if (has_rows(forward) && forward.seqlen_kv != 0) {
     backend.additive_attention_bwd(params);
   } else {
-    for (const Tensor& grad : grads) {
-      if (grad) fill_bytes(grad, 0);
-    }
+    clear_gradients(grads, kNumGradients);
   }
-  for (int i = 0; i < kNumGradients; ++i) {
-    if (!grads[i]) grads[i] = empty_nothing(inputs[i]->dtype, args.query.device);
-    stack[i] = grads[i].release();
-  }
+  release_gradients(grads, inputs, kNumGradients, real, args.query.device, stack);
 }
 
 // Real (..., num_heads, num_rows, seqlen_kv)
@@ -207,21 +150,12 @@ void additive_attention_weights(StableIValue* stack, uint64_t, uint64_t) {
   BatchDims batch_dims;
   ScoreShape scores = check_additive(&args, &forward, &params, &batch_dims);
   const int32_t real = real_dtype(args.query.dtype);
-  forward.lse = check_lse(&lse, real, scores);
+  forward.lse = check_lse(&lse, real, scores.sizes, scores.rank - 1);
   chosen.num_rows = forward.seqlen_q;
   if (rows) {
-    read(&rows);
-    check_dtype(rows, codes.int64);
-    if (rows.rank != 1) fail("rows must have shape (num_rows,), got ", rows.shape());
-    make_contiguous(&rows);
+    check_rows(&rows, forward.seqlen_q);
     chosen.num_rows = rows.size(0);
-    check_length("the number of rows", chosen.num_rows);
     chosen.rows = static_cast<const int64_t*>(rows.data);
-    for (int64_t i = 0; device::kReadsValues && i < chosen.num_rows; ++i) {
-      if (chosen.rows[i] < 0 || chosen.rows[i] >= forward.seqlen_q) {
-        fail("rows must be in [0, seqlen_q = ", forward.seqlen_q, "), got ", chosen.rows[i], " at ", i);
-      }
-    }
   }
   scores.sizes[scores.rank - 2] = chosen.num_rows;
   Tensor weights = empty_contiguous("weights", real, args.query.device, scores.rank, scores.sizes);

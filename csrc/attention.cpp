@@ -1,7 +1,7 @@
 // Exact attention, Tensor side: check, allocate, fill params by name, run the kernels.
 
+#include "attention_checks.h"
 #include "backend.h"
-#include "checks.h"
 
 namespace tiled_attention {
 namespace {
@@ -38,13 +38,6 @@ AttentionArguments take_attention_arguments(Arguments* stack) {
           stack->scalar<bool>()};
 }
 
-// The shape of the scores: (..., num_heads, seqlen_q, seqlen_kv).
-struct ScoreShape {
-  int64_t rank = 0;
-  int64_t sizes[kMaxRank];
-  int64_t leading() const { return rank - 3; }
-};
-
 // A bias by distance: (..., num_heads or 1, 1, seqlen_q + seqlen_kv - 1), element t for the keys j of row i with j - i = t - (seqlen_q - 1).
 // One row is not told apart from an ordinary bias, and means the same.
 bool is_by_distance(const Tensor& bias, const AttentionParams& params) {
@@ -64,16 +57,8 @@ ScoreShape check_attention(AttentionArguments* args, AttentionParams* params, Ba
   check_query_key_value(&args->query, &args->key, &args->value, params, batch_dims);
   const int32_t real = real_dtype(query.dtype);
 
-  ScoreShape scores;
-  scores.rank = query.rank;
-  std::memcpy(scores.sizes, query.sizes, static_cast<size_t>(query.rank - 1) * sizeof(int64_t));
-  scores.sizes[scores.rank - 1] = params->seqlen_kv;
-  if (args->mask) {
-    read(&args->mask);
-    check_dtype(args->mask, codes.boolean);
-    check_broadcastable(args->mask, scores.sizes, scores.rank);
-    batch_dims->add(args->mask, DType::kFloat32, &params->bool_mask);
-  }
+  const ScoreShape scores(query, params->seqlen_kv);
+  check_bool_mask(&args->mask, scores, params, batch_dims);
   check_blocks(&args->block_rows, &args->block_tiles, &args->block_bits, scores.sizes, scores.rank, params, batch_dims);
   if (args->block_rows && !Backend::kTakesLists) {
     fail("block_rows must be None on this device, whose kernels read no block lists: pass what they show as mask");
@@ -92,10 +77,7 @@ ScoreShape check_attention(AttentionArguments* args, AttentionParams* params, Ba
   }
   params->alibi_slopes = check_array(&args->alibi_slopes, real, params->num_heads);
   params->sinks = check_array(&args->sinks, real, params->num_heads);
-  check_finite("scale", args->scale);
-  check_finite("softcap", args->softcap);
-  if (args->softcap < 0) fail("softcap must be positive, or 0 for none, got ", args->softcap);
-  params->scale = args->scale, params->softcap = args->softcap;
+  check_scale_and_softcap(args->scale, args->softcap, params);
   params->allow_tf32 = args->allow_tf32;
   check_dropout(args->dropout_p, &args->dropout_seed, args->dropout_offsets, &params->dropout);
   check_intervals(args->intervals, &params->mask);
@@ -108,8 +90,6 @@ void finish_batch(const ScoreShape& scores, const BatchDims& batch_dims, Attenti
   check_mask_arrays(&args->key_lengths, &args->query_offset, &args->documents, params->batch, &params->mask);
 }
 
-bool has_rows(const AttentionParams& params) { return params.batch != 0 && params.num_heads != 0 && params.seqlen_q != 0; }
-
 // attention_fwd and attention: (out, lse, residual).
 void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
@@ -121,36 +101,18 @@ void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
   BatchDims batch_dims;
   const ScoreShape scores = check_attention(&args, &params, &batch_dims);
 
-  // lse and 16-bit residuals come with out.
-  const int32_t dtype = args.query.dtype;
-  Tensor out = empty_in_order_of(args.query, "out", dtype, params.head_dim_v);
-  Tensor lse = empty_contiguous("lse", real_dtype(dtype), args.query.device, scores.rank - 1, scores.sizes);
-  const bool keeps_residual = with_residual && is_16_bit(dtype);
-  Tensor residual = keeps_residual ? empty_in_order_of(args.query, "residual", dtype, params.head_dim_v) : empty_nothing(dtype, args.query.device);
-  batch_dims.add(out, params.dtype, &params.out);
-  if (keeps_residual) batch_dims.add(residual, params.dtype, &params.residual);
-  params.lse = lse.data;
+  const auto add = [&](const Tensor& tensor, DType type, TensorView* view) { batch_dims.add(tensor, type, view); };
+  ForwardResults results(args.query, scores.sizes, scores.rank - 1, with_residual, &params, add);
   finish_batch(scores, batch_dims, &args, &params);
 
   if (has_rows(params) && params.seqlen_kv == 0) {
-    fill_bytes(out, 0);
-    fill_bytes(residual, 0);
+    fill_bytes(results.out, 0);
+    fill_bytes(results.residual, 0);
     backend.lse_without_keys(params);
   } else if (has_rows(params)) {
     backend.attention_fwd(params);
   }
-  stack[0] = out.release();
-  stack[1] = lse.release();
-  stack[2] = residual.release();
-}
-
-// lse or its gradient: Real (..., num_heads, seqlen_q), made contiguous.
-void* check_lse(Tensor* lse, int32_t real, const ScoreShape& scores) {
-  read(lse);
-  check_dtype(*lse, real);
-  check_shape(*lse, scores.sizes, scores.rank - 1);
-  make_contiguous(lse);
-  return lse->data;
+  results.release(stack);
 }
 
 // (grad_query, grad_key, grad_value, grad_bias, grad_alibi_slopes, grad_sinks)
@@ -170,38 +132,21 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
   AttentionParams& forward = params.forward;
   BatchDims batch_dims;
   const ScoreShape scores = check_attention(&args, &forward, &batch_dims);
-  const int32_t dtype = args.query.dtype, real = real_dtype(dtype);
+  const int32_t real = real_dtype(args.query.dtype);
 
-  if (wanted < 0 || wanted >> kNumGradients) fail("gradients must be in [0, ", 1 << kNumGradients, "), got ", wanted);
+  check_wanted(wanted, kNumGradients);
   const Tensor* const inputs[kNumGradients] = {&args.query, &args.key, &args.value, &args.bias, &args.alibi_slopes, &args.sinks};
   const char* const names[kNumGradients] = {"grad_query", "grad_key", "grad_value", "grad_bias", "grad_alibi_slopes", "grad_sinks"};
   const auto wants = [&](int i) { return (wanted >> i & 1) != 0; };
   for (int i = kBias; i < kNumGradients; ++i) {
     if (wants(i) && !*inputs[i]) fail("gradients asks for ", names[i], ", which needs ", inputs[i]->name, ", got None");
   }
-  read(&grad_out);
-  check_like(grad_out, args.query, forward.head_dim_v);
-  batch_dims.add(grad_out, forward.dtype, &params.grad_out);
-  read(&out);
-  check_like(out, args.query, forward.head_dim_v);
-  batch_dims.add(out, forward.dtype, &forward.out);
-  read(&residual);
-  if (residual.rank != 1 || residual.size(0) != 0) {
-    check_like(residual, args.query, forward.head_dim_v);
-    if (!is_16_bit(dtype)) fail("residual must have shape (0,) beside a query of ", DTypeName{dtype}, ", got ", residual.shape());
-    batch_dims.add(residual, forward.dtype, &forward.residual);
-  }
-  forward.lse = check_lse(&lse, real, scores);
-  if (grad_lse) params.grad_lse = check_lse(&grad_lse, real, scores);
+  const auto add = [&](const Tensor& tensor, DType type, TensorView* view) { batch_dims.add(tensor, type, view); };
+  check_backward(args.query, &grad_out, &grad_lse, &out, &lse, &residual, scores.sizes, scores.rank - 1, &params, add);
 
   // Those of query, key and value have its dtype, the others are Real.
   Tensor grads[kNumGradients];
-  TensorView* const views[] = {&params.grad_query, &params.grad_key, &params.grad_value};
-  for (int i = kQuery; i <= kValue; ++i) {
-    if (!wants(i)) continue;
-    grads[i] = empty_in_order_of(*inputs[i], names[i], dtype, inputs[i]->size(-1));
-    batch_dims.add(grads[i], forward.dtype, views[i]);
-  }
+  allocate_input_gradients(inputs, names, wanted, grads, &params, add);
   if (wants(kBias)) {
     grads[kBias] = empty_contiguous(names[kBias], real, args.bias.device, args.bias.rank, args.bias.sizes);
     batch_dims.add(grads[kBias], real == codes.float64 ? DType::kFloat64 : DType::kFloat32, &params.grad_bias);
@@ -217,9 +162,7 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
   if (has_rows(forward) && forward.seqlen_kv != 0) {
     backend.attention_bwd(params);
   } else {
-    for (const Tensor& grad : grads) {
-      if (grad) fill_bytes(grad, 0);
-    }
+    clear_gradients(grads, kNumGradients);
     if (has_rows(forward) && grads[kSinks] && grad_lse) backend.grad_sinks_without_keys(params);
   }
   if (grads[kBias] && args.bias.dtype != real) {
@@ -227,10 +170,7 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
     if (aoti_torch_copy_(rounded.get(), grads[kBias].get(), 0)) fail("cannot round grad_bias to ", DTypeName{args.bias.dtype});
     grads[kBias] = std::move(rounded);
   }
-  for (int i = 0; i < kNumGradients; ++i) {
-    if (!grads[i]) grads[i] = empty_nothing(*inputs[i] ? inputs[i]->dtype : real, args.query.device);
-    stack[i] = grads[i].release();
-  }
+  release_gradients(grads, inputs, kNumGradients, real, args.query.device, stack);
 }
 
 // Real (..., num_heads or 1, num_rows, seqlen_kv)
@@ -265,7 +205,7 @@ void attention_weights(StableIValue* stack, uint64_t, uint64_t) {
   BatchDims batch_dims;
   ScoreShape scores = check_attention(&args, &forward, &batch_dims);
   const int32_t real = real_dtype(args.query.dtype);
-  forward.lse = check_lse(&lse, real, scores);
+  forward.lse = check_lse(&lse, real, scores.sizes, scores.rank - 1);
   params.average = average;
   params.num_rows = forward.seqlen_q;
   if (rows) {

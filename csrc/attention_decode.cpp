@@ -1,7 +1,7 @@
 // Attention over a key-value cache, Tensor side: check, allocate, fill params by name, run the kernels.
 
+#include "attention_checks.h"
 #include "backend.h"
-#include "checks.h"
 #include "core/kv_cache.h"
 
 namespace tiled_attention {
@@ -147,10 +147,7 @@ void attention_decode(StableIValue* stack, uint64_t, uint64_t) {
   params.key = view_of(args.key_cache, params.dtype), params.value = view_of(args.value_cache, params.dtype);
   params.alibi_slopes = check_array(&alibi_slopes, real, params.num_heads);
   params.sinks = check_array(&sinks, real, params.num_heads);
-  check_finite("scale", scale);
-  check_finite("softcap", softcap);
-  if (softcap < 0) fail("softcap must be positive, or 0 for none, got ", softcap);
-  params.scale = scale, params.softcap = softcap;
+  check_scale_and_softcap(scale, softcap, &params);
   check_intervals(intervals, &params.mask);
   Tensor no_offsets;
   check_mask_arrays(&key_lengths, &no_offsets, &documents, params.batch, &params.mask);

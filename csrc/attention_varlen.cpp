@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "attention_checks.h"
 #include "backend.h"
-#include "checks.h"
 
 namespace tiled_attention {
 namespace {
@@ -114,17 +114,11 @@ void check_varlen(VarlenArguments* args, AttentionParams* params) {
   const int32_t real = real_dtype(query.dtype);
   params->alibi_slopes = check_array(&args->alibi_slopes, real, params->num_heads);
   params->sinks = check_array(&args->sinks, real, params->num_heads);
-  check_finite("scale", args->scale);
-  check_finite("softcap", args->softcap);
-  if (args->softcap < 0) fail("softcap must be positive, or 0 for none, got ", args->softcap);
-  params->scale = args->scale, params->softcap = args->softcap;
+  check_scale_and_softcap(args->scale, args->softcap, params);
   check_dropout(args->dropout_p, &args->dropout_seed, args->dropout_offsets, &params->dropout);
   check_intervals(args->intervals, &params->mask);
   check_mask_arrays(&args->key_lengths, &args->query_offset, &args->documents, params->batch, &params->mask);
 }
-
-// Whether there is a row to compute; otherwise results have no elements, or belong to no sequence.
-bool has_rows(const AttentionParams& params) { return params.batch != 0 && params.num_heads != 0 && params.seqlen_q != 0; }
 
 // attention_varlen_fwd and attention_varlen: (out, lse, residual).
 void attention_varlen_fwd(StableIValue* stack, uint64_t, uint64_t) {
@@ -135,29 +129,11 @@ void attention_varlen_fwd(StableIValue* stack, uint64_t, uint64_t) {
 
   AttentionParams params;
   check_varlen(&args, &params);
-  const int32_t dtype = args.query.dtype;
   const int64_t lse_sizes[2] = {params.num_heads, params.total_q};
-  Tensor out = empty_in_order_of(args.query, "out", dtype, params.head_dim_v);
-  Tensor lse = empty_contiguous("lse", real_dtype(dtype), args.query.device, 2, lse_sizes);
-  const bool keeps_residual = with_residual && is_16_bit(dtype);
-  Tensor residual = keeps_residual ? empty_in_order_of(args.query, "residual", dtype, params.head_dim_v) : empty_nothing(dtype, args.query.device);
-  view_packed(out, params.dtype, &params.out);
-  if (keeps_residual) view_packed(residual, params.dtype, &params.residual);
-  params.lse = lse.data;
+  ForwardResults results(args.query, lse_sizes, 2, with_residual, &params, view_packed);
+  // Without a row results have no elements, or belong to no sequence.
   if (has_rows(params)) backend.attention_varlen_fwd(params);
-  stack[0] = out.release();
-  stack[1] = lse.release();
-  stack[2] = residual.release();
-}
-
-// lse or its gradient: Real (num_heads, total_q), made contiguous.
-void* check_lse(Tensor* lse, int32_t real, const AttentionParams& params) {
-  read(lse);
-  check_dtype(*lse, real);
-  const int64_t sizes[2] = {params.num_heads, params.total_q};
-  check_shape(*lse, sizes, 2);
-  make_contiguous(lse);
-  return lse->data;
+  results.release(stack);
 }
 
 // (grad_query, grad_key, grad_value, grad_alibi_slopes, grad_sinks)
@@ -176,54 +152,31 @@ void attention_varlen_bwd(StableIValue* stack, uint64_t, uint64_t) {
   AttentionBackwardParams params;
   AttentionParams& forward = params.forward;
   check_varlen(&args, &forward);
-  const int32_t dtype = args.query.dtype, real = real_dtype(dtype);
-  if (wanted < 0 || wanted >> kNumGradients) fail("gradients must be in [0, ", 1 << kNumGradients, "), got ", wanted);
+  const int32_t real = real_dtype(args.query.dtype);
+  check_wanted(wanted, kNumGradients);
   const Tensor* const inputs[kNumGradients] = {&args.query, &args.key, &args.value, &args.alibi_slopes, &args.sinks};
   const char* const names[kNumGradients] = {"grad_query", "grad_key", "grad_value", "grad_alibi_slopes", "grad_sinks"};
   const auto wants = [&](int i) { return (wanted >> i & 1) != 0; };
   for (int i = kAlibiSlopes; i < kNumGradients; ++i) {
     if (wants(i) && !*inputs[i]) fail("gradients asks for ", names[i], ", which needs ", inputs[i]->name, ", got None");
   }
-  read(&grad_out);
-  check_like(grad_out, args.query, forward.head_dim_v);
-  view_packed(grad_out, forward.dtype, &params.grad_out);
-  read(&out);
-  check_like(out, args.query, forward.head_dim_v);
-  view_packed(out, forward.dtype, &forward.out);
-  read(&residual);
-  if (residual.rank != 1 || residual.size(0) != 0) {
-    check_like(residual, args.query, forward.head_dim_v);
-    if (!is_16_bit(dtype)) fail("residual must have shape (0,) beside a query of ", DTypeName{dtype}, ", got ", residual.shape());
-    view_packed(residual, forward.dtype, &forward.residual);
-  }
-  forward.lse = check_lse(&lse, real, forward);
-  if (grad_lse) params.grad_lse = check_lse(&grad_lse, real, forward);
+  const int64_t lse_sizes[2] = {forward.num_heads, forward.total_q};
+  check_backward(args.query, &grad_out, &grad_lse, &out, &lse, &residual, lse_sizes, 2, &params, view_packed);
 
   // Those of query, key and value have its dtype, the others are Real.
   Tensor grads[kNumGradients];
-  TensorView* const views[] = {&params.grad_query, &params.grad_key, &params.grad_value};
-  for (int i = 0; i < kNumGradients; ++i) {
-    if (!wants(i)) continue;
-    if (i <= kValue) {
-      grads[i] = empty_in_order_of(*inputs[i], names[i], dtype, inputs[i]->size(-1));
-      view_packed(grads[i], forward.dtype, views[i]);
-    } else {
-      grads[i] = empty_contiguous(names[i], real, args.query.device, 1, &forward.num_heads);
-    }
+  allocate_input_gradients(inputs, names, wanted, grads, &params, view_packed);
+  for (int i : {kAlibiSlopes, kSinks}) {
+    if (wants(i)) grads[i] = empty_contiguous(names[i], real, args.query.device, 1, &forward.num_heads);
   }
   params.grad_alibi_slopes = grads[kAlibiSlopes].data;
   params.grad_sinks = grads[kSinks].data;
   if (has_rows(forward)) {
     backend.attention_varlen_bwd(params);
   } else {
-    for (const Tensor& grad : grads) {
-      if (grad) fill_bytes(grad, 0);
-    }
+    clear_gradients(grads, kNumGradients);
   }
-  for (int i = 0; i < kNumGradients; ++i) {
-    if (!grads[i]) grads[i] = empty_nothing(*inputs[i] ? inputs[i]->dtype : real, args.query.device);
-    stack[i] = grads[i].release();
-  }
+  release_gradients(grads, inputs, kNumGradients, real, args.query.device, stack);
 }
 
 }  // namespace
