@@ -7,6 +7,7 @@ and no backward graph is captured. Prints one line per check; exits with 1 if on
 """
 
 import contextlib
+import importlib
 import re
 import sys
 import traceback
@@ -20,7 +21,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tiled_attention as ta
-from tiled_attention import autograd, call, library, linear_autograd, linear_call
+from tiled_attention import additive_autograd, autograd, call, library, linear_autograd, linear_call, varlen_autograd
 from tiled_attention.testing import DTYPES
 
 ops = torch.ops.tiled_attention
@@ -72,6 +73,9 @@ def options(real: torch.dtype) -> dict[str, dict[str, Any]]:
         "lengths": {"mask": ta.KeyLengths(torch.empty(2, dtype=torch.int64, device="cuda"))},
         "bias": {"bias": new(4, 40, 50), "alibi_slopes": new(4), "sinks": new(4), "softcap": 20.0},
         "dropout": {"dropout_p": 0.1},
+        "by distance": {"bias": new(4, 1, 40 + 50 - 1)},
+        "strided": {"mask": ta.Causal() & (ta.Strided(8) | ta.SlidingWindow(7, 0))},
+        "blocks": {"mask": ta.BlockSparse(torch.empty(3, 4, dtype=torch.bool, device="cuda"), 16)},
     }
 
 
@@ -99,16 +103,17 @@ class Context:
 
 
 @contextlib.contextmanager
-def without_engine(module: Any, name: str, function: Any) -> Iterator[list[Any]]:
-    """Inside, `module.name(args)` computes the autograd function's forward and appends (args, outputs) to the result."""
+def without_engine(holder: Any, name: str, function: Any, unpacked: bool = False) -> Iterator[list[Any]]:
+    """Inside, `holder.name(args)`, `unpacked` (*args), is the autograd function's forward and appends (args, outputs) to the result."""
     calls: list[Any] = []
 
-    def record(args: Any) -> Any:
+    def record(*given: Any) -> Any:
+        args = given if unpacked else given[0]
         outputs = function.forward(*args)
         calls.append((args, outputs))
         return outputs
 
-    with mock.patch.object(module, name, record):
+    with mock.patch.object(holder, name, record):
         yield calls
 
 
@@ -187,12 +192,81 @@ def check_linear_traces() -> None:
                 assert (after.kv is state.kv) == inplace
 
 
+def check_varlen_traces() -> None:
+    """Forward and backward of ta.attention_varlen."""
+    function, module = varlen_autograd.AttentionVarlen, importlib.import_module("tiled_attention.attention_varlen")
+    for dtype in DTYPES:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            query, key, value = (
+                torch.empty(n, heads, 64, dtype=dtype, device="cuda", requires_grad=True) for n, heads in ((40, 4), (50, 2), (50, 2))
+            )
+            offsets = torch.empty(4, dtype=torch.int32, device="cuda")
+            with without_engine(module, "record_attention_varlen", function) as calls:
+                out, lse = ta.attention_varlen(
+                    query, key, value, offsets, offsets, 20, 30, mask=ta.Causal(), dropout_p=0.1, return_lse=True
+                )
+            expect_like("out", out, query)
+            assert lse.shape == (4, 40) and lse.device.type == "cuda"
+            ((args, outputs),) = calls
+            for place, (leaf, gradient) in enumerate(gradients(function, args, outputs)):
+                expect_like(f"gradient {place}", gradient, leaf)
+
+
+def check_additive_traces() -> None:
+    """Forward and backward of ta.additive_attention, and its weights."""
+    function = additive_autograd.AdditiveAttention
+    for dtype in DTYPES:
+        real = torch.float64 if dtype == torch.float64 else torch.float32
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            query, key, value = inputs(dtype)
+            weight = torch.empty(4, 64, dtype=real, device="cuda", requires_grad=True)
+            with without_engine(function, "apply", function, unpacked=True) as calls:
+                out, lse = ta.additive_attention(query, key, value, weight, mask=ta.Causal(), return_lse=True)
+            expect_like("out", out, query)
+            assert lse.shape == (2, 4, 40) and lse.dtype == real
+            ((args, outputs),) = calls
+            found = gradients(function, args, outputs)
+            assert len(found) == 4
+            for place, (leaf, gradient) in enumerate(found):
+                expect_like(f"gradient {place}", gradient, leaf)
+            weights = ta.additive_attention_weights(query.detach(), key.detach(), weight.detach())
+            assert weights.shape == (2, 4, 40, 50) and weights.device.type == "cuda"
+
+
+def check_decode_traces() -> None:
+    """Append and attend of every kind of cache."""
+    kinds: dict[str, dict[str, Any]] = {"contiguous": {}, "paged": {"page_size": 16}, "rolling": {"window": 24}}
+    for dtype in DTYPES:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            for name, given in kinds.items():
+                cache = ta.KVCache(2, 2, 64, 64, dtype=dtype, device="cuda", **given)
+                query, key, value = inputs(dtype, 3, 3, grad=False)
+                expect_like(f"{name}: out", cache.attend(query, key, value, mask=ta.Causal()), query)
+
+
+def check_family_traces() -> None:
+    """What is made of other operators: rotary positions, Luong, Gaussian and LSH attention."""
+    for dtype in DTYPES:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            query, key, value = inputs(dtype, 64, 64, grad=False)
+            rotary = ta.RotaryEmbedding(64).to("cuda")
+            for got, like in zip(rotary(query, key), (query, key)):
+                expect_like("rotary", got, like)
+            expect_like("attention with rotary", ta.attention(query, key, value, rotary=rotary), query)
+            expect_like("luong", ta.luong_attention(query, key, value, "general", torch.empty(64, 64, dtype=dtype, device="cuda")), query)
+            expect_like("gaussian", ta.gaussian_attention(query, key, value, 2.0), query)
+            expect_like("lsh", ta.lsh_attention(key, value, num_hashes=2, bucket_size=16, causal=True, seed=0), key)
+
+
 def functions() -> Iterator[tuple[str, Callable[..., Tensor], str, int]]:
     """Name, function of query, key and value, the operator in its graph, and the number of keys."""
     yield "attention", lambda q, k, v: ta.attention(q, k, v, mask=ta.Causal(), softcap=20.0), "attention", 50
     yield "dropout", lambda q, k, v: ta.attention(q, k, v, dropout_p=0.1), "attention", 50
     yield "drop-in", lambda q, k, v: ta.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), "attention", 50
     yield "linear", lambda q, k, v: ta.linear_attention(q, k, v, causal=True), "linear_attention", 40
+    yield "additive", lambda q, k, v: ta.additive_attention(q, k, v, torch.ones(64, device=q.device)), "additive_attention", 50
+    rotary = ta.RotaryEmbedding(64)
+    yield "rotary", lambda q, k, v: ta.attention(q, k, v, rotary=rotary), "attention", 50
 
 
 def check_compile_captures() -> None:
@@ -250,6 +324,10 @@ def main() -> int:
         ("architectures", check_architectures),
         ("exact attention traces", check_exact_traces),
         ("linear attention traces", check_linear_traces),
+        ("packed sequences traces", check_varlen_traces),
+        ("additive attention traces", check_additive_traces),
+        ("decode traces", check_decode_traces),
+        ("traces of the rest of the family", check_family_traces),
         ("compile graphs", check_compile_captures),
         ("messages", check_messages),
         ("CPU", check_cpu),
