@@ -206,7 +206,7 @@ def test_weights(change: dict[str, object], message: str) -> None:
     query, key, _ = inputs(2)
     names = {"lse": torch.zeros(2, 4, 5), "rows": None} | change
     with pytest.raises(RuntimeError, match=message):
-        ops.attention_weights(query, key, *[None] * 10, 0.5, 0.0, 0.0, [], [], False, names["lse"], names["rows"], False)
+        ops.attention_weights(query, key, *[None] * 12, 0.5, 0.0, 0.0, [], [], False, False, names["lse"], names["rows"], False)
 
 
 def test_dropout_mask_and_mask_dense() -> None:
