@@ -394,6 +394,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
 #if defined(__AVX512BF16__)
     if constexpr (kSize == 2)
       if (in_pairs) {
+        // What the products left in the row that only completes a pair may be NaN.
+        if (rows % 2) memset(scores + rows * kTileKV, 0, cols * sizeof(Real)), memset(grads + rows * kTileKV, 0, cols * sizeof(Real));
         for (int i = 0; i < rows; i += 2)
           score_gradient_to_pairs<kSelect, kDrop>(scores + i * kTileKV, grads + i * kTileKV, kTileKV, cols, factor, lse + i, delta + i,
                                                   pair_rows(i0 + i, i, left, buf), dropout, first + i, in_group);
