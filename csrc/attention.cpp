@@ -61,13 +61,9 @@ void view_by_distance(const Tensor& tensor, int64_t seqlen_q, TensorView* view) 
 
 void check_rotary(AttentionArguments* args, AttentionParams* params, BatchDims* batch_dims) {
   Tensor &query_table = args->query_table, &key_table = args->key_table;
-  if (!query_table && !key_table) return;
-  if (!query_table || !key_table) fail("query_table and key_table must be given together, got only ", query_table ? "query_table" : "key_table");
+  if (!check_tables(&query_table, &key_table, args->query, args->key)) return;
   check_table(&query_table, args->query);
   check_table(&key_table, args->key);
-  if (key_table.size(-1) != query_table.size(-1)) {
-    fail("key_table must have the columns of query_table (", query_table.size(-1), "), got ", key_table.shape());
-  }
   if (!Backend::kTurnsRows) return;
   batch_dims->add(query_table, dtype_of(query_table), &params->rotary.query_table);
   batch_dims->add(key_table, dtype_of(key_table), &params->rotary.key_table);

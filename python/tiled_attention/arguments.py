@@ -60,6 +60,8 @@ class VarlenArguments(NamedTuple):
     documents: Tensor | None  # int64 (num_documents + 1,)
     query_offset: Tensor | None  # int64 (num_sequences,), replaces intervals[0]
     dropout_seed: Tensor | None  # int64 ()
+    query_table: Tensor | None  # Real (total_q, rotary_dim), as in Arguments
+    key_table: Tensor | None  # Real (total_kv, rotary_dim)
     max_seqlen_q: int
     max_seqlen_kv: int
     scale: float
@@ -67,6 +69,7 @@ class VarlenArguments(NamedTuple):
     dropout_p: float
     intervals: Sequence[int]  # as in Arguments
     dropout_offsets: Sequence[int]
+    interleaved: bool
 
 
 class Gradients(NamedTuple):
@@ -136,7 +139,7 @@ class LinearGradients(NamedTuple):
 
 # Of all operators: the leading arguments that are tensors, and (but for additive attention, where they are the first four) the places of
 # those that are differentiable, in the order of the gradients.
-TENSORS = {Arguments: 16, AdditiveArguments: 9, VarlenArguments: 11, LinearArguments: 7}
+TENSORS = {Arguments: 16, AdditiveArguments: 9, VarlenArguments: 13, LinearArguments: 7}
 POSITIONS = (0, 1, 2, 4, 5, 6)
 NO_TENSORS = (None,) * (TENSORS[Arguments] - 3)  # in the place of those behind value
 

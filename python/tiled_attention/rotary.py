@@ -204,7 +204,7 @@ class RotaryEmbedding(nn.Module):
 
     def turn_both(self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
         """Both at positions (..., seqlen) whose leading dimensions broadcast to those of query and key. No checks."""
-        tables = self._both_tables(query_positions, key_positions, (real_dtype(query.dtype), real_dtype(key.dtype)))
+        tables = self.tables_at(query_positions, key_positions, (real_dtype(query.dtype), real_dtype(key.dtype)))
         return rotate(query, tables[0], self.interleaved), rotate(key, tables[1], self.interleaved)
 
     def tables_for_call(self, query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> tuple[Tensor, Tensor]:
@@ -219,9 +219,10 @@ class RotaryEmbedding(nn.Module):
         rows, keys = torch.arange(seqlen_q, device=query.device), torch.arange(seqlen_kv, device=key.device)
         if isinstance(offset, Tensor) and offset.dim():
             offset = offset.long()[..., None]
-        return self._both_tables(rows + offset, keys, dtypes)
+        return self.tables_at(rows + offset, keys, dtypes)
 
-    def _both_tables(self, query_positions: Tensor, key_positions: Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, Tensor]:
+    def tables_at(self, query_positions: Tensor, key_positions: Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, Tensor]:
+        """(..., 1, seqlen, rotary_dim) of query and key at positions (..., seqlen): cosines and behind them sines."""
         length = _length(query_positions, key_positions) if self.scaling is not None and self.scaling.kind == "dynamic" else None
         both = zip((query_positions, key_positions), dtypes, strict=True)
         tables = [torch.cat(self.tables(positions[..., None, :], length=length, dtype=dtype), -1) for positions, dtype in both]
