@@ -96,8 +96,14 @@ FORWARD_ERRORS = {
     ),
     "tables_some": ({"query_table": TABLE}, r"query_table and key_table must be given together, got only query_table"),
     "table_dtype": (tables(query_table=TABLE.double()), r"query_table must be float32, got float64"),
-    "table_odd": (tables(query_table=TABLE[:, :3]), r"query_table must have an even number of columns, at most head_dim \(8\), got \(5, 3\)"),
-    "table_wide": (tables(key_table=torch.randn(7, 10)), r"key_table must have an even number of columns, at most head_dim \(8\), got \(7, 10\)"),
+    "table_odd": (
+        tables(query_table=TABLE[:, :3]),
+        r"query_table must have an even number of columns, at most head_dim \(8\), got \(5, 3\)",
+    ),
+    "table_wide": (
+        tables(key_table=torch.randn(7, 10)),
+        r"key_table must have an even number of columns, at most head_dim \(8\), got \(7, 10\)",
+    ),
     "table_rank": (tables(query_table=TABLE[0]), r"query_table must have an even number of columns, .* got \(4,\)"),
     "table_rows": (tables(key_table=TABLE), r"key_table of shape \(5, 4\) does not broadcast to \(2, 2, 7, 4\)"),
     "table_columns": (tables(key_table=torch.randn(7, 6)), r"key_table must have the columns of query_table \(4\), got \(7, 6\)"),

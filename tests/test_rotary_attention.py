@@ -22,19 +22,22 @@ PAIRINGS = pytest.mark.parametrize("interleaved", (False, True))
 DYNAMIC = {"rope_type": "dynamic", "factor": 3.0, "original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 COVER = dict(mask=cases.STREAMING, softcap=2.0, alibi=True, sinks=True, dropout_p=0.25)
-# With other options of RotaryEmbedding than those of the case: whole vectors and ragged ones, few queries, many, all options of the scores.
+GROUPED = Case(num_heads=6, num_heads_kv=2)
+STRIDED = Case(seqlen_q=70, head_dim=66, layout="strided", mask="SlidingWindow(9, 3)")
+LENGTHS_OF_ITEMS = Case(seqlen_q=7, seqlen_kv=90, mask="KeyLengths((50, 21))")
+# With options of RotaryEmbedding other than those of the case: whole vectors and ragged ones, few queries, many, all options of the scores.
 CASES: list[tuple[Case, dict[str, Any]]] = [
     *((Case(num_heads=4, num_heads_kv=2, seqlen_q=5, seqlen_kv=11, mask="Causal()", dtype=dtype), {}) for dtype in DTYPES),
     *((Case(batch=(1,), seqlen_q=130, seqlen_kv=67, head_dim=64, mask="Causal()", dtype=dtype), {"scaling": YARN}) for dtype in DTYPES),
-    *((Case(num_heads=6, num_heads_kv=2, seqlen_q=33, seqlen_kv=70, head_dim=40, dtype=dtype, **COVER), {"rotary_dim": 20}) for dtype in DTYPES),
-    *((Case(seqlen_q=70, head_dim=66, layout="strided", dtype=dtype, mask="SlidingWindow(9, 3)"), {"rotary_dim": 34}) for dtype in (F32, BF16)),
+    *((GROUPED.replace(seqlen_q=33, seqlen_kv=70, head_dim=40, dtype=dtype, **COVER), {"rotary_dim": 20}) for dtype in DTYPES),
+    *((STRIDED.replace(dtype=dtype), {"rotary_dim": 34}) for dtype in (F32, BF16)),
     *((Case(seqlen_q=9, seqlen_kv=40, query_offset=(3, -2), dtype=dtype, bias=(9, 40)), {"scaling": DYNAMIC}) for dtype in (F64, F16)),
     *((Case(num_heads=4, num_heads_kv=1, seqlen_q=2, seqlen_kv=600, head_dim=16, dtype=dtype), {}) for dtype in DTYPES),
-    *((Case(seqlen_q=7, seqlen_kv=90, mask="KeyLengths((50, 21))", hidden=hidden, dtype=dtype), {}) for hidden, dtype in ((cases.NAN, F32), (cases.INF, BF16))),
+    *((LENGTHS_OF_ITEMS.replace(hidden=hidden, dtype=dtype), {}) for hidden, dtype in ((cases.NAN, F32), (cases.INF, BF16))),
     (Case(batch=(1,), num_heads=1, seqlen_q=3, seqlen_kv=2100, head_dim=6), {"rotary_dim": 2}),
     (Case(batch=(2, 3), seqlen_q=13, layout="heads_last", mask="Bool(2, 1, 1, 13, 13)", head_dim_v=5), {}),
     (Case(batch=(), seqlen_q=17, layout="dim_first", scale=-0.4), {}),
-]  # fmt: skip
+]
 
 
 def rotary_of(case: Case, options: dict[str, Any], interleaved: bool) -> ta.RotaryEmbedding:
@@ -66,7 +69,7 @@ def fused(case: Case, x: Inputs, want: Expected, rotary: ta.RotaryEmbedding) -> 
 @PAIRINGS
 @pytest.mark.parametrize("case, options", CASES, ids=lambda x: x.id if isinstance(x, Case) else "")
 def test_is_attention_of_turned_rows(case: Case, options: dict[str, Any], interleaved: bool, isa: str, poisoned: None) -> None:
-    """The bits of `rotate` and then attention; gradients by query and key, which 16 bit rounds once less, within the limits of attention."""
+    """The bits of `rotate` and then attention; gradients by query and key, which 16 bit rounds once less, within their limits."""
     rotary, x, want = rotary_of(case, options, interleaved), case.inputs(), expected(case)
     tables, real = tables_of(rotary, x, real_dtype(case.dtype)), real_dtype(case.dtype)
     by_hand = x.clone(query=rotate(x.query, tables[0], interleaved), key=rotate(x.key, tables[1], interleaved))

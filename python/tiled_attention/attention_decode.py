@@ -127,8 +127,8 @@ def attention_decode(
         softcap: c of c * tanh(score / c), > 0; None: none.
         alibi_slopes: (num_heads,), adds -slope * |position of the query - position of the key|.
         sinks: (num_heads,), logits that take part in the denominator only.
-        rotary: a `RotaryEmbedding` of static frequencies, which turns each query at its position and each new key at its own, before it is
-            written: the cache holds turned keys, and those that stand there already must have been turned at their positions. None: no turning.
+        rotary: a `RotaryEmbedding` of static frequencies. Turns each query at its position and each new key at its own before it is
+            written: the cache holds turned keys, those of before the call included. None: no turning.
         return_lse: also return the log-sum-exp.
 
     Returns:

@@ -81,7 +81,9 @@ def loop(call: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequ
 # block_tiles, block_bits, query_table, key_table, scale, softcap, dropout_p, ...).
 FORWARD = Batching(leading={0, 1, 2}, broadcast={3, 4, 11, 14, 15}, vectors={7, 9}, shared={5, 6, 8, 10, 12, 13}, dropout_p=18)
 # The same after (grad_out, grad_lse), and out, lse, residual at 25 to 27.
-BACKWARD = Batching(leading={0, 1, 2, 3, 4, 25, 26}, broadcast={5, 6, 13, 16, 17}, vectors={9, 11}, shared={7, 8, 10, 12, 14, 15}, dropout_p=20)
+BACKWARD = Batching(
+    leading={0, 1, 2, 3, 4, 25, 26}, broadcast={5, 6, 13, 16, 17}, vectors={9, 11}, shared={7, 8, 10, 12, 14, 15}, dropout_p=20
+)
 # (query, key, mask, bias, alibi_slopes, key_lengths, documents, query_offset, dropout_seed, block_rows, block_tiles, block_bits,
 # query_table, key_table, scale, softcap, dropout_p, intervals, offsets, allow_tf32, interleaved, lse, rows, average)
 WEIGHTS = Batching(leading={0, 1, 21}, broadcast={2, 3, 9, 12, 13}, vectors={5, 7}, shared={4, 6, 8, 10, 11, 22}, dropout_p=16)

@@ -99,8 +99,8 @@ class KVCache:
     def append(self, key: Tensor, value: Tensor, *, rotary: RotaryEmbedding | None = None) -> None:
         """Adds tokens to every batch item: key (batch, num_heads_kv, n_new, head_dim), value (batch, num_heads_kv, n_new, head_dim_v).
 
-        With `rotary`, keys are turned at their positions before they are written, as `attend(..., rotary=)` wants to find them. Of more tokens than
-        a ring holds, the last ones stay.
+        With `rotary`, keys are turned at their positions before they are written, as `attend(..., rotary=)` wants to find them. Of more
+        tokens than a ring holds, the last ones stay.
 
         Raises:
             RuntimeError, ValueError or TypeError naming the argument; on the CPU also where they do not fit behind `seqlens`.
@@ -150,7 +150,8 @@ class KVCache:
             mask = None  # the last token sees all
         result = decode(
             *(query, self.keys, self.values, self.seqlens, self.page_table, key, value),
-            *(mask, scale, softcap, alibi_slopes, sinks, return_lse, self._pinned, rotary),
+            *(mask, scale, softcap, alibi_slopes, sinks, return_lse, self._pinned),
+            rotary=rotary,
         )
         if key is not None:
             self.seqlens.add_(key.shape[-2])
