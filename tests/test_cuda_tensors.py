@@ -52,7 +52,7 @@ def test_every_option_of_attention_and_its_gradients(dtype: torch.dtype, fake: F
     if has_device:
         grads = torch.autograd.grad([out.sum(), lse.sum()], leaves)
     else:
-        arguments = [query, key, value, None, bias, slopes, sinks, lengths, *[None] * 6, 0.5, 3.0, 0.0, [], [], False]
+        arguments = [query, key, value, None, bias, slopes, sinks, lengths, *[None] * 8, 0.5, 3.0, 0.0, [], [], False, False]
         *results, residual = library.ops.attention_fwd(*arguments, True)
         grads = library.ops.attention_bwd(out, lse, *arguments, *results, residual, 63)
         assert on_cuda(*results, residual)
@@ -68,7 +68,7 @@ class Tf32Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (library.ops.attention_fwd.default, library.ops.attention.default):
-            self.said.append(args[-2])
+            self.said.append(args[-3])
         return func(*args, **kwargs or {})
 
 
