@@ -2,6 +2,7 @@
 
 #include "attention_checks.h"
 #include "backend.h"
+#include "rotary_checks.h"
 
 namespace tiled_attention {
 namespace {
@@ -9,9 +10,11 @@ namespace {
 // What every operator of this file takes. Absent tensors stay default-constructed.
 struct AttentionArguments {
   Tensor query, key, value, mask, bias, alibi_slopes, sinks, key_lengths, documents, query_offset, dropout_seed, block_rows, block_tiles, block_bits;
+  Tensor query_table, key_table;
   double scale = 1, softcap = 0, dropout_p = 0;
   IntList intervals, dropout_offsets;
-  bool allow_tf32 = false;
+  bool allow_tf32 = false, interleaved = false;
+  Tensor turned_query, turned_key;  // scratch of finish_batch()
 };
 
 AttentionArguments take_attention_arguments(Arguments* stack) {
@@ -30,12 +33,17 @@ AttentionArguments take_attention_arguments(Arguments* stack) {
           stack->optional_tensor("block_rows"),
           stack->optional_tensor("block_tiles"),
           stack->optional_tensor("block_bits"),
+          stack->optional_tensor("query_table"),
+          stack->optional_tensor("key_table"),
           stack->scalar<double>(),
           stack->scalar<double>(),
           stack->scalar<double>(),
           stack->ints(),
           stack->ints(),
-          stack->scalar<bool>()};
+          stack->scalar<bool>(),
+          stack->scalar<bool>(),
+          {},
+          {}};
 }
 
 // A bias by distance: (..., num_heads or 1, 1, seqlen_q + seqlen_kv - 1), element t for the keys j of row i with j - i = t - (seqlen_q - 1).
@@ -49,6 +57,17 @@ void view_by_distance(const Tensor& tensor, int64_t seqlen_q, TensorView* view) 
   const auto offset = (seqlen_q - 1) * tensor.stride(-1) * static_cast<int64_t>(aoti_torch_dtype_element_size(tensor.dtype));
   view->data = static_cast<char*>(view->data) + offset;
   view->row_stride = -view->col_stride;
+}
+
+void check_rotary(AttentionArguments* args, AttentionParams* params, BatchDims* batch_dims) {
+  Tensor &query_table = args->query_table, &key_table = args->key_table;
+  if (!check_tables(&query_table, &key_table, args->query, args->key)) return;
+  check_table(&query_table, args->query);
+  check_table(&key_table, args->key);
+  if (!Backend::kTurnsRows) return;
+  batch_dims->add(query_table, dtype_of(query_table), &params->rotary.query_table);
+  batch_dims->add(key_table, dtype_of(key_table), &params->rotary.key_table);
+  params->rotary.rotary_dim = query_table.size(-1), params->rotary.interleaved = args->interleaved;
 }
 
 // Checks all arguments, fills `params` but for results and batch dimensions, and adds the tensors to `batch_dims`.
@@ -81,12 +100,22 @@ ScoreShape check_attention(AttentionArguments* args, AttentionParams* params, Ba
   params->allow_tf32 = args->allow_tf32;
   check_dropout(args->dropout_p, &args->dropout_seed, args->dropout_offsets, &params->dropout);
   check_intervals(args->intervals, &params->mask);
+  check_rotary(args, params, batch_dims);
   return scores;
 }
 
-// What needs the number of batch items: after all tensors are added.
-void finish_batch(const ScoreShape& scores, const BatchDims& batch_dims, AttentionArguments* args, AttentionParams* params) {
-  batch_dims.finish(scores.sizes, scores.leading(), params);
+// What needs the number of batch items: after all tensors are added. Query and key are turned to scratch where kernels do not turn them themselves.
+void finish_batch(const Backend& backend, const ScoreShape& scores, BatchDims* batch_dims, AttentionArguments* args, AttentionParams* params) {
+  if (args->query_table && !Backend::kTurnsRows) {
+    const auto turn = [&](const Tensor& rows, const Tensor& table, Tensor* turned, TensorView* view) {
+      *turned = empty_in_order_of(rows, rows.name, rows.dtype, rows.size(-1));
+      rotate_rows(backend, rows, table, args->interleaved, false, *turned);
+      batch_dims->add(*turned, params->dtype, view);
+    };
+    turn(args->query, args->query_table, &args->turned_query, &params->query);
+    turn(args->key, args->key_table, &args->turned_key, &params->key);
+  }
+  batch_dims->finish(scores.sizes, scores.leading(), params);
   check_mask_arrays(&args->key_lengths, &args->query_offset, &args->documents, params->batch, &params->mask);
 }
 
@@ -103,7 +132,7 @@ void attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
 
   const auto add = [&](const Tensor& tensor, DType type, TensorView* view) { batch_dims.add(tensor, type, view); };
   ForwardResults results(args.query, scores.sizes, scores.rank - 1, with_residual, &params, add);
-  finish_batch(scores, batch_dims, &args, &params);
+  finish_batch(backend, scores, &batch_dims, &args, &params);
 
   if (has_rows(params) && params.seqlen_kv == 0) {
     fill_bytes(results.out, 0);
@@ -157,10 +186,14 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
   }
   params.grad_alibi_slopes = grads[kAlibiSlopes].data;
   params.grad_sinks = grads[kSinks].data;
-  finish_batch(scores, batch_dims, &args, &forward);
+  finish_batch(backend, scores, &batch_dims, &args, &forward);
 
   if (has_rows(forward) && forward.seqlen_kv != 0) {
     backend.attention_bwd(params);
+    const Tensor* const tables[] = {&args.query_table, &args.key_table};
+    for (int i : {kQuery, kKey}) {
+      if (*tables[i] && grads[i] && !Backend::kTurnsRows) rotate_rows(backend, grads[i], *tables[i], args.interleaved, true, grads[i]);
+    }
   } else {
     clear_gradients(grads, kNumGradients);
     if (has_rows(forward) && grads[kSinks] && grad_lse) backend.grad_sinks_without_keys(params);
@@ -189,12 +222,15 @@ void attention_weights(StableIValue* stack, uint64_t, uint64_t) {
   args.block_rows = arguments.optional_tensor("block_rows");
   args.block_tiles = arguments.optional_tensor("block_tiles");
   args.block_bits = arguments.optional_tensor("block_bits");
+  args.query_table = arguments.optional_tensor("query_table");
+  args.key_table = arguments.optional_tensor("key_table");
   args.scale = arguments.scalar<double>();
   args.softcap = arguments.scalar<double>();
   args.dropout_p = arguments.scalar<double>();
   args.intervals = arguments.ints();
   args.dropout_offsets = arguments.ints();
   args.allow_tf32 = arguments.scalar<bool>();
+  args.interleaved = arguments.scalar<bool>();
   Tensor lse = arguments.tensor("lse");
   Tensor rows = arguments.optional_tensor("rows");
   const bool average = arguments.scalar<bool>();
@@ -219,7 +255,7 @@ void attention_weights(StableIValue* stack, uint64_t, uint64_t) {
   sizes[scores.rank - 2] = params.num_rows;
   Tensor weights = empty_contiguous("weights", real, args.query.device, scores.rank, sizes);
   batch_dims.add(weights, real == codes.float64 ? DType::kFloat64 : DType::kFloat32, &params.weights);
-  finish_batch(scores, batch_dims, &args, &forward);
+  finish_batch(backend, scores, &batch_dims, &args, &forward);
   if (has_rows(forward) && params.num_rows != 0 && forward.seqlen_kv != 0) {
     backend.attention_weights(params);
   } else {

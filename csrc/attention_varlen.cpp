@@ -4,16 +4,19 @@
 
 #include "attention_checks.h"
 #include "backend.h"
+#include "rotary_checks.h"
 
 namespace tiled_attention {
 namespace {
 
 // What both operators take. Absent tensors stay default-constructed.
 struct VarlenArguments {
-  Tensor query, key, value, cu_seqlens_q, cu_seqlens_kv, alibi_slopes, sinks, key_lengths, documents, query_offset, dropout_seed;
+  Tensor query, key, value, cu_seqlens_q, cu_seqlens_kv, alibi_slopes, sinks, key_lengths, documents, query_offset, dropout_seed, query_table, key_table;
   int64_t max_seqlen_q = 0, max_seqlen_kv = 0;
   double scale = 1, softcap = 0, dropout_p = 0;
   IntList intervals, dropout_offsets;
+  bool interleaved = false;
+  Tensor turned_query, turned_key;  // scratch of turn_packed()
 };
 
 VarlenArguments take_varlen_arguments(Arguments* stack) {
@@ -29,13 +32,18 @@ VarlenArguments take_varlen_arguments(Arguments* stack) {
           stack->optional_tensor("documents"),
           stack->optional_tensor("query_offset"),
           stack->optional_tensor("dropout_seed"),
+          stack->optional_tensor("query_table"),
+          stack->optional_tensor("key_table"),
           stack->scalar<int64_t>(),
           stack->scalar<int64_t>(),
           stack->scalar<double>(),
           stack->scalar<double>(),
           stack->scalar<double>(),
           stack->ints(),
-          stack->ints()};
+          stack->ints(),
+          stack->scalar<bool>(),
+          {},
+          {}};
 }
 
 // (rows, heads, dim) as a view.
@@ -75,8 +83,27 @@ const int64_t* check_offsets(Tensor* offsets, int64_t num_sequences, int64_t tot
   return values;
 }
 
+// Tables of rotary positions: a row for each row of query and of key. Rows are turned to scratch where kernels do not turn them themselves.
+void check_packed_rotary(const Backend& backend, VarlenArguments* args, AttentionParams* params) {
+  if (!check_tables(&args->query_table, &args->key_table, args->query, args->key)) return;
+  const auto take = [&](const Tensor& table, const Tensor& rows, Tensor* turned, TensorView* of_table, TensorView* of_rows) {
+    if (table.rank != 2 || table.size(0) != rows.size(0)) fail(table.name, " must have shape (", rows.size(0), ", rotary_dim), got ", table.shape());
+    if (Backend::kTurnsRows) {
+      of_table->data = table.data, of_table->dtype = dtype_of(table);
+      of_table->row_stride = table.stride(0), of_table->col_stride = 1;
+      return;
+    }
+    *turned = empty_in_order_of(rows, rows.name, rows.dtype, rows.size(-1));
+    rotate_packed(backend, rows, table, args->interleaved, false, *turned);
+    view_packed(*turned, params->dtype, of_rows);
+  };
+  take(args->query_table, args->query, &args->turned_query, &params->rotary.query_table, &params->query);
+  take(args->key_table, args->key, &args->turned_key, &params->rotary.key_table, &params->key);
+  params->rotary.rotary_dim = args->query_table.size(-1), params->rotary.interleaved = args->interleaved;
+}
+
 // Checks all arguments and fills `params` but for results.
-void check_varlen(VarlenArguments* args, AttentionParams* params) {
+void check_varlen(const Backend& backend, VarlenArguments* args, AttentionParams* params) {
   Tensor &query = args->query, &key = args->key, &value = args->value;
   read(&query);
   read(&key);
@@ -118,6 +145,7 @@ void check_varlen(VarlenArguments* args, AttentionParams* params) {
   check_dropout(args->dropout_p, &args->dropout_seed, args->dropout_offsets, &params->dropout);
   check_intervals(args->intervals, &params->mask);
   check_mask_arrays(&args->key_lengths, &args->query_offset, &args->documents, params->batch, &params->mask);
+  check_packed_rotary(backend, args, params);
 }
 
 // attention_varlen_fwd and attention_varlen: (out, lse, residual).
@@ -128,7 +156,7 @@ void attention_varlen_fwd(StableIValue* stack, uint64_t, uint64_t) {
   const Backend backend("attention_varlen_fwd", arguments.device());
 
   AttentionParams params;
-  check_varlen(&args, &params);
+  check_varlen(backend, &args, &params);
   const int64_t lse_sizes[2] = {params.num_heads, params.total_q};
   ForwardResults results(args.query, lse_sizes, 2, with_residual, &params, view_packed);
   // Without a row results have no elements, or belong to no sequence.
@@ -151,7 +179,7 @@ void attention_varlen_bwd(StableIValue* stack, uint64_t, uint64_t) {
 
   AttentionBackwardParams params;
   AttentionParams& forward = params.forward;
-  check_varlen(&args, &forward);
+  check_varlen(backend, &args, &forward);
   const int32_t real = real_dtype(args.query.dtype);
   check_wanted(wanted, kNumGradients);
   const Tensor* const inputs[kNumGradients] = {&args.query, &args.key, &args.value, &args.alibi_slopes, &args.sinks};
@@ -173,6 +201,10 @@ void attention_varlen_bwd(StableIValue* stack, uint64_t, uint64_t) {
   params.grad_sinks = grads[kSinks].data;
   if (has_rows(forward)) {
     backend.attention_varlen_bwd(params);
+    const Tensor* const tables[] = {&args.query_table, &args.key_table};
+    for (int i : {kQuery, kKey}) {
+      if (*tables[i] && grads[i] && !Backend::kTurnsRows) rotate_packed(backend, grads[i], *tables[i], args.interleaved, true, grads[i]);
+    }
   } else {
     clear_gradients(grads, kNumGradients);
   }

@@ -125,6 +125,8 @@ class PackedAttention {
     s.batch = 1, s.num_heads = heads_kv * group_, s.num_heads_kv = heads_kv, s.seqlen_q = queries.length, s.seqlen_kv = keys.length;
     for (TensorView* view : {&s.query, &s.out, &s.residual}) move(view, queries.begin, head);
     for (TensorView* view : {&s.key, &s.value}) move(view, keys.begin, head_kv);
+    s.rotary.query_table.data = const_cast<void*>(moved(p_.rotary.query_table.data, queries.begin * p_.rotary.query_table.row_stride));
+    s.rotary.key_table.data = const_cast<void*>(moved(p_.rotary.key_table.data, keys.begin * p_.rotary.key_table.row_stride));
     s.lse = const_cast<void*>(moved(p_.lse, head * p_.lse_head_stride + queries.begin));
     s.alibi_slopes = moved(p_.alibi_slopes, head), s.sinks = moved(p_.sinks, head);
     if (s.mask.key_lengths) s.mask.key_lengths += sequence;

@@ -12,7 +12,7 @@ namespace tiled_attention {
 
 class Backend {
  public:
-  static constexpr bool kTakesLists = true;
+  static constexpr bool kTakesLists = true, kTurnsRows = true;  // reads block lists; turns query and key by RotaryParams
   Backend(const char* /*op*/, int32_t /*device*/) : table_(kernels()) {}
 
   void attention_fwd(const AttentionParams& params) const { run(table_.attention_fwd_scratch, table_.attention_fwd, params); }

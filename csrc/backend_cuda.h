@@ -14,7 +14,7 @@ namespace tiled_attention {
 
 class Backend {
  public:
-  static constexpr bool kTakesLists = false;
+  static constexpr bool kTakesLists = false, kTurnsRows = false;
   // `op` is named by errors.
   Backend(const char* op, int32_t device) : op_(op), device_(device), guard_(device), stream_(device::current_stream(device)) {}
 

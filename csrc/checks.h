@@ -115,14 +115,18 @@ inline int64_t broadcast_stride(const Tensor& tensor, int64_t from_end) {
 // neighbours merged as far as the strides of every tensor permit. The flattened batch index stays row-major.
 class BatchDims {
  public:
-  // `view` takes the memory and the strides of `tensor`, whose elements are of `dtype`; the batch strides by finish().
+  // `view` takes the memory and the strides of `tensor`, whose elements are of `dtype`; the batch strides by finish(). Of several tensors for one
+  // view the last counts.
   void add(const Tensor& tensor, DType dtype, TensorView* view) {
     view->data = tensor.data;
     view->dtype = dtype;
     view->head_stride = broadcast_stride(tensor, 3);
     view->row_stride = broadcast_stride(tensor, 2);
     view->col_stride = broadcast_stride(tensor, 1);
-    operands_[count_++] = {&tensor, view};
+    int at = 0;
+    while (at < count_ && operands_[at].view != view) ++at;
+    operands_[at] = {&tensor, view};
+    if (at == count_) ++count_;
   }
 
   template <class Params>
@@ -153,7 +157,7 @@ class BatchDims {
     const Tensor* tensor;
     TensorView* view;
   };
-  static constexpr int kMaxOperands = 13;
+  static constexpr int kMaxOperands = 15;
   Operand operands_[kMaxOperands];
   int count_ = 0;
 };

@@ -66,7 +66,8 @@ bool in_forked_child() { return forked.load(std::memory_order_relaxed); }
 #define MASKS_AND_SCORES(SINKS)                                                                               \
   "Tensor? mask, Tensor? bias, Tensor? alibi_slopes, " SINKS "Tensor? key_lengths, Tensor? documents, "       \
   "Tensor? query_offset, Tensor? dropout_seed, Tensor? block_rows, Tensor? block_tiles, Tensor? block_bits, " \
-  "float scale, float softcap, float dropout_p, SymInt[] intervals, SymInt[] dropout_offsets, bool allow_tf32"
+  "Tensor? query_table, Tensor? key_table, float scale, float softcap, float dropout_p, SymInt[] intervals, " \
+  "SymInt[] dropout_offsets, bool allow_tf32, bool interleaved"
 #define ATTENTION_ARGUMENTS "Tensor query, Tensor key, Tensor value, " MASKS_AND_SCORES("Tensor? sinks, ")
 #define ADDITIVE_MASKS                                                                                                      \
   "Tensor score_weight, Tensor? mask, Tensor? key_lengths, Tensor? documents, Tensor? query_offset, Tensor? dropout_seed, " \
@@ -76,7 +77,8 @@ bool in_forked_child() { return forked.load(std::memory_order_relaxed); }
 #define VARLEN_ARGUMENTS                                                                                      \
   "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_kv, Tensor? alibi_slopes, " \
   "Tensor? sinks, Tensor? key_lengths, Tensor? documents, Tensor? query_offset, Tensor? dropout_seed, "       \
-  "SymInt max_seqlen_q, SymInt max_seqlen_kv, float scale, float softcap, float dropout_p, SymInt[] intervals, SymInt[] dropout_offsets"
+  "Tensor? query_table, Tensor? key_table, SymInt max_seqlen_q, SymInt max_seqlen_kv, float scale, "          \
+  "float softcap, float dropout_p, SymInt[] intervals, SymInt[] dropout_offsets, bool interleaved"
 #define LINEAR_INPUTS "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? log_decay, "
 #define LINEAR_ARGUMENTS LINEAR_INPUTS "Tensor? initial_kv, Tensor? initial_k_sum, int query_map, int key_map, bool causal, bool normalize, float scale"
 

@@ -161,6 +161,8 @@ ADVERSARIAL = [
             )
         )
     ),
+    # The same beside an odd number of rows, the last of which pairs with none.
+    *(Case(seqlen_q=7, seqlen_kv=90, mask="KeyLengths((50, 21))", hidden=bad, dtype=dtype) for dtype in DTYPES for bad in (NAN, INF)),
     # Scores far from 0, equal, or tiny.
     *(BASE.replace(spread=20.0, dtype=dtype) for dtype in (F32, F64)),
     *(BASE.replace(spread=200.0, softcap=50.0, dtype=dtype) for dtype in (F32, F64)),

@@ -300,7 +300,8 @@ def test_opcheck():
     for dtype in (torch.float32, torch.bfloat16):
         x = Packed(([3, 0, 5], [4, 2, 5]), dtype, slopes=True, sinks=True)
         tensors = [t.requires_grad_(t.dim() == 3) for t in x.tensors.values()]
-        args = (*tensors[:3], *x.cu, *tensors[3:], None, None, None, None, *x.longest, 0.25, 2.0, 0.0, [], [])
+        tables = torch.randn(8, 4), torch.randn(11, 4)
+        args = (*tensors[:3], *x.cu, *tensors[3:], None, None, None, None, *tables, *x.longest, 0.25, 2.0, 0.0, [], [], True)
         utils = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
         torch.library.opcheck(torch.ops.tiled_attention.attention_varlen.default, (*args, True), test_utils=utils)
         args = [a.detach() if isinstance(a, Tensor) else a for a in args]

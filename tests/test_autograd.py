@@ -363,7 +363,7 @@ def test_gradients_of_other_dtypes_of_bias_slopes_and_sinks():
 
 # What torch.ops cannot differentiate says so.
 
-PLAIN = (None,) * 11 + (0.5, 0.0, 0.0, [], [], False)
+PLAIN = (None,) * 13 + (0.5, 0.0, 0.0, [], [], False, False)
 
 
 def raw(name: str, query, key, value, **others):
@@ -373,7 +373,7 @@ def raw(name: str, query, key, value, **others):
         return ops.attention_bwd(torch.ones_like(out), None, query, key, value, *PLAIN, out, lse, residual, 7)[0]
     if name == "attention_weights":
         lse = ops.attention_fwd(query.detach(), key.detach(), value.detach(), *PLAIN, False)[1].detach()
-        return ops.attention_weights(query, key, *(None,) * 10, *PLAIN[11:], lse, None, False)
+        return ops.attention_weights(query, key, *(None,) * 12, *PLAIN[13:], lse, None, False)
     return getattr(ops, name)(query, key, value, *PLAIN, False)[0]
 
 

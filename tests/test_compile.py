@@ -257,7 +257,7 @@ def test_fake_strides(layout, dim_v, dtype):
     query, key = (lay_out(torch.randn(2, 4, 5, 8).to(dtype), layout) for _ in range(2))
     value = lay_out(torch.randn(2, 4, 5, dim_v).to(dtype), layout)
     bias = lay_out(torch.randn(2, 4, 5, 5), layout)
-    arguments = (None, bias, *(None,) * 9, 0.3, 0.0, 0.0, [], [], False)
+    arguments = (None, bias, *(None,) * 11, 0.3, 0.0, 0.0, [], [], False, False)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def operators(query, key, value, arguments):
@@ -414,7 +414,7 @@ BLOCKS = (
 def op_arguments(dtype=torch.float32, everything=True):
     query, key, value = inputs(n=5, dtype=dtype, grad=False)
     if not everything:
-        return [query, key, value, *(None,) * 11, 0.3, 0.0, 0.0, [], [], False]
+        return [query, key, value, *(None,) * 13, 0.3, 0.0, 0.0, [], [], False, False]
     return [
         query,
         key,
@@ -428,11 +428,14 @@ def op_arguments(dtype=torch.float32, everything=True):
         torch.tensor([0, 1]),
         torch.tensor(7),
         *([None] * 3 if torch.ops.tiled_attention._isa() == "emulated" else BLOCKS),
+        torch.randn(5, 4),
+        torch.randn(2, 1, 5, 4),
         0.3,
         2.0,
         0.25,
         [0, *(1 << 40,) * 4, -1, 0, 1 << 40, 0, 0],
         [1, 2, 3, 4],
+        True,
         True,
     ]
 
@@ -443,14 +446,13 @@ def test_opcheck(dtype, everything):
     ops = torch.ops.tiled_attention
     arguments = op_arguments(dtype, everything)
     torch.library.opcheck(ops.attention_fwd.default, (*arguments, True))
-    floats = [
-        tensor.detach().requires_grad_() if isinstance(tensor, Tensor) and tensor.is_floating_point() else tensor for tensor in arguments
-    ]
+    floats = [x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments]
+    floats[14:16] = arguments[14:16]  # constants
     torch.library.opcheck(ops.attention.default, (*floats, True))
     out, lse, residual = ops.attention_fwd(*arguments, True)
     wanted = 63 if everything else 7
     torch.library.opcheck(ops.attention_bwd.default, (torch.ones_like(out), lse * 0, *arguments, out, lse, residual, wanted))
-    without_value = [arguments[at] for at in (0, 1, 3, 4, 5, *range(7, 20))]
+    without_value = [arguments[at] for at in (0, 1, 3, 4, 5, *range(7, 23))]
     for rows in (None, torch.tensor([4, 0, 0])):
         torch.library.opcheck(ops.attention_weights.default, (*without_value, lse, rows, everything))
     torch.library.opcheck(ops.dropout_mask.default, (torch.tensor(3), 0.3, 2, 4, 5, 6, [0, 0, 1, 0]))

@@ -52,7 +52,7 @@ def test_every_option_of_attention_and_its_gradients(dtype: torch.dtype, fake: F
     if has_device:
         grads = torch.autograd.grad([out.sum(), lse.sum()], leaves)
     else:
-        arguments = [query, key, value, None, bias, slopes, sinks, lengths, *[None] * 6, 0.5, 3.0, 0.0, [], [], False]
+        arguments = [query, key, value, None, bias, slopes, sinks, lengths, *[None] * 8, 0.5, 3.0, 0.0, [], [], False, False]
         *results, residual = library.ops.attention_fwd(*arguments, True)
         grads = library.ops.attention_bwd(out, lse, *arguments, *results, residual, 63)
         assert on_cuda(*results, residual)
@@ -68,7 +68,7 @@ class Tf32Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (library.ops.attention_fwd.default, library.ops.attention.default):
-            self.said.append(args[-2])
+            self.said.append(args[-3])
         return func(*args, **kwargs or {})
 
 
@@ -135,7 +135,7 @@ def test_weights_dropout_masks_and_dense_masks(fake: FakeTensorMode):
     query, key, _ = tensors()
     rows = torch.empty(3, dtype=torch.int64, device="cuda")
     lse = torch.empty(2, 4, 40, device="cuda")
-    weights = library.ops.attention_weights(query, key, *[None] * 10, 0.5, 0.0, 0.0, [], [], False, lse, rows, False)
+    weights = library.ops.attention_weights(query, key, *[None] * 12, 0.5, 0.0, 0.0, [], [], False, False, lse, rows, False)
     assert on_cuda(weights) and weights.shape == (2, 4, 3, 40)
     if has_cuda:
         assert on_cuda(ta.attention_weights(query, key, mask=torch.empty(40, 40, dtype=torch.bool, device="cuda"), rows=rows))
@@ -218,7 +218,7 @@ def test_where_nothing_serves_cuda_tensors_the_operators_say_why():
     on_cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     kept = library.refuse_cuda("the reason")
     for call in (
-        lambda: library.ops.attention_fwd.default.redispatch(on_cuda, x, x, x, *[None] * 11, 1.0, 0.0, 0.0, [], [], False, False),
+        lambda: library.ops.attention_fwd.default.redispatch(on_cuda, x, x, x, *[None] * 13, 1.0, 0.0, 0.0, [], [], False, False, False),
         lambda: library.ops.linear_attention_fwd.default.redispatch(on_cuda, x, x, x, *[None] * 4, 0, 0, True, True, 1.0),
         lambda: library.ops.dropout_mask.default.redispatch(on_cuda, torch.tensor(1), 0.5, 1, 1, 1, 1, []),
     ):

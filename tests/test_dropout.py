@@ -57,7 +57,7 @@ def test_attention_of_a_shard_agrees_with_the_whole(dtype: torch.dtype, isa: str
     x = Case(batch=(3,), num_heads=4, seqlen_q=40, seqlen_kv=50, dtype=dtype).inputs()
 
     def call(query, key, value, offsets):
-        options = (None,) * 7 + (torch.tensor(5), None, None, None, 0.3, 0.0, 0.4, [], offsets, False, False)
+        options = (None,) * 7 + (torch.tensor(5), *(None,) * 5, 0.3, 0.0, 0.4, [], offsets, False, False, False)
         return ops.attention_fwd(query, key, value, *options)[0]
 
     whole = call(x.query, x.key, x.value, [])

@@ -18,12 +18,13 @@ from tiled_attention.library import ops
 UNBOUNDED = 1 << 40
 CAUSAL = [UNBOUNDED, UNBOUNDED, UNBOUNDED, UNBOUNDED, 0, -1, 0, UNBOUNDED, 0, 0]
 SCORE_ARGUMENTS = ("mask", "bias", "alibi_slopes", "sinks", "key_lengths", "documents", "query_offset", "dropout_seed")
-SCORE_ARGUMENTS += ("block_rows", "block_tiles", "block_bits")
+SCORE_ARGUMENTS += ("block_rows", "block_tiles", "block_bits", "query_table", "key_table")
 
 
 def attention_arguments(query: Tensor, key: Tensor, value: Tensor, **options: object) -> list[object]:
     """ATTENTION_ARGUMENTS of the schemas, with defaults."""
-    numbers = {"scale": 0.5, "softcap": 0.0, "dropout_p": 0.0, "intervals": [], "dropout_offsets": [], "allow_tf32": False}
+    numbers = {"scale": 0.5, "softcap": 0.0, "dropout_p": 0.0, "intervals": [], "dropout_offsets": []}
+    numbers |= {"allow_tf32": False, "interleaved": False}
     return [query, key, value, *(options.pop(name, None) for name in SCORE_ARGUMENTS), *(numbers | options).values()]
 
 
@@ -72,7 +73,7 @@ class TestInstructionSets:
     def test_wrong_environment_variable_is_an_error_of_every_call(self) -> None:
         code = """
             x = torch.ones(1, 1, 8)
-            call = lambda: ops.attention_fwd(x, x, x, *[None] * 11, 1.0, 0.0, 0.0, [], [], False, False)
+            call = lambda: ops.attention_fwd(x, x, x, *[None] * 13, 1.0, 0.0, 0.0, [], [], False, False, False)
             for attempt in (call, call, ops._isa):
                 try:
                     attempt()
@@ -271,7 +272,7 @@ class TestProcessesAndThreads:
         code = """
             torch.set_num_threads(4)
             x = torch.randn(4, 2, 33, 16)
-            call = lambda: ops.attention_fwd(x, x, x, *[None] * 11, 1.0, 0.0, 0.0, [], [], False, False)[0]
+            call = lambda: ops.attention_fwd(x, x, x, *[None] * 13, 1.0, 0.0, 0.0, [], [], False, False, False)[0]
             big = torch.randn(1 << 20)
             big.exp()  # torch's threads are there before the fork
             out = call()

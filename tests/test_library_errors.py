@@ -31,6 +31,14 @@ def blocks(**change: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"block_rows": ROWS, "block_tiles": TILES, "block_bits": BITS} | change
 
 
+TABLE = torch.randn(5, 4)
+
+
+def tables(**change: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Those of rotary positions, for 5 queries and 7 keys, but for `change`."""
+    return {"query_table": TABLE, "key_table": torch.randn(7, 4)} | change
+
+
 FORWARD_ERRORS = {
     "query_none": ({"query": None}, r"query must be a tensor, got None"),
     "query_rank": ({"query": torch.randn(5, 8)}, r"query must have shape \(\.\.\., num_heads, seqlen_q, head_dim\), got \(5, 8\)"),
@@ -86,6 +94,20 @@ FORWARD_ERRORS = {
         {"query_offset": torch.tensor([0, INT64_MAX])},
         r"query_offset must be within 2\^40 of 0, got 9223372036854775807 at 1",
     ),
+    "tables_some": ({"query_table": TABLE}, r"query_table and key_table must be given together, got only query_table"),
+    "table_dtype": (tables(query_table=TABLE.double()), r"query_table must be float32, got float64"),
+    "table_odd": (
+        tables(query_table=TABLE[:, :3]),
+        r"query_table must have an even number of columns, at most head_dim \(8\), got \(5, 3\)",
+    ),
+    "table_wide": (
+        tables(key_table=torch.randn(7, 10)),
+        r"key_table must have an even number of columns, at most head_dim \(8\), got \(7, 10\)",
+    ),
+    "table_rank": (tables(query_table=TABLE[0]), r"query_table must have an even number of columns, .* got \(4,\)"),
+    "table_rows": (tables(key_table=TABLE), r"key_table of shape \(5, 4\) does not broadcast to \(2, 2, 7, 4\)"),
+    "table_columns": (tables(key_table=torch.randn(7, 6)), r"key_table must have the columns of query_table \(4\), got \(7, 6\)"),
+    "table_storage": (tables(query_table=shrunk(5, 4)), r"query_table of shape \(5, 4\) reaches beyond its storage"),
     "blocks_some": ({"block_rows": ROWS, "block_tiles": TILES}, r"block_rows, block_tiles and block_bits must be given together"),
     "blocks_dtype": (blocks(block_rows=ROWS.long()), r"block_rows must be int32, got int64"),
     "blocks_bits_dtype": (blocks(block_bits=BITS.int()), r"block_bits must be int64, got int32"),
@@ -206,7 +228,7 @@ def test_weights(change: dict[str, object], message: str) -> None:
     query, key, _ = inputs(2)
     names = {"lse": torch.zeros(2, 4, 5), "rows": None} | change
     with pytest.raises(RuntimeError, match=message):
-        ops.attention_weights(query, key, *[None] * 10, 0.5, 0.0, 0.0, [], [], False, names["lse"], names["rows"], False)
+        ops.attention_weights(query, key, *[None] * 12, 0.5, 0.0, 0.0, [], [], False, False, names["lse"], names["rows"], False)
 
 
 def test_dropout_mask_and_mask_dense() -> None:

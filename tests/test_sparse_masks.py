@@ -343,7 +343,7 @@ def test_operators_map_over_lists():
     q, k, v = (torch.randn(3, 2, n, 8) for _ in range(3))
 
     def call(q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
-        return ops.attention_fwd(q, k, v, *(None,) * 8, rows, *blocks[1:], 0.3, 0.0, 0.0, [], [], False, False)[0]
+        return ops.attention_fwd(q, k, v, *(None,) * 8, rows, *blocks[1:], None, None, 0.3, 0.0, 0.0, [], [], False, False, False)[0]
 
     assert torch.equal(torch.func.vmap(call)(q, k, v, blocks.rows), call(q, k, v, blocks.rows))
 

@@ -282,7 +282,7 @@ def test_drop_in():
 
 def test_raw_operators():
     query, key, value = (mapped(name, 0) for name in BASE)
-    arguments = (None,) * 11 + (0.5, 0.0, 0.0, [], [], False)
+    arguments = (None,) * 13 + (0.5, 0.0, 0.0, [], [], False, False)
     for name in ("attention", "attention_fwd"):
         op = getattr(torch.ops.tiled_attention, name)
         ours = torch.vmap(lambda q, k, v, op=op: op(q, k, v, *arguments, False)[:2])(query, key, value)

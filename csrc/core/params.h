@@ -59,6 +59,16 @@ struct DropoutParams {
 };
 
 // "Real" below is double for kFloat64 and float otherwise.
+
+// Rotary positions: the pairs (a, b) of a row's first `rotary_dim` columns become (a cos - b sin, b cos + a sin); the other columns stay. Pair k
+// is columns k and k + rotary_dim / 2, or 2 k and 2 k + 1 where interleaved. Tables hold a row per row: Real, adjacent columns, rotary_dim / 2 of
+// cos, then as many of sin; they may broadcast along all but the columns.
+struct RotaryParams {
+  TensorView query_table, key_table;  // for rows of query and of key; may be absent: those rows stay as they are
+  int64_t rotary_dim = 0;
+  bool interleaved = false;
+};
+
 struct AttentionParams {
   DType dtype = DType::kFloat32;
   int num_batch_dims = 0;
@@ -75,6 +85,7 @@ struct AttentionParams {
   MaskParams mask;
   DropoutParams dropout;
   TensorView query, key, value;
+  RotaryParams rotary;  // turns query and key before their product; only the CPU's exact attention does it
   BlockListParams blocks;
   TensorView bool_mask;        // bytes, 0 = masked; broadcast dimensions have stride 0; may be absent
   TensorView bias;             // Real, kBFloat16 or kFloat16; may be absent. By distance (is_by_distance): data is where i = j = 0 lies
@@ -89,7 +100,7 @@ struct AttentionBackwardParams {
   AttentionParams forward;          // out, residual and lse are inputs here
   TensorView grad_out;              // dtype
   const void* grad_lse = nullptr;   // Real, laid out like lse; may be null
-  TensorView grad_query, grad_key, grad_value;  // dtype; absent ones are not computed
+  TensorView grad_query, grad_key, grad_value;  // dtype; absent ones are not computed. By rows before `rotary` turned them
   TensorView grad_bias;             // Real, contiguous, summed over what it broadcasts along (strides 0) or is the same at; may be absent
   void *grad_alibi_slopes = nullptr, *grad_sinks = nullptr;  // Real [num_heads], may be null
   int64_t plan_heads = 0;  // KV heads of the call that this one is a part of, which decide how queries are cut; 0: all of its own
@@ -148,8 +159,7 @@ struct LinearAttentionParams {
   void *final_kv = nullptr, *final_k_sum = nullptr;  // may be null in backward
 };
 
-// Rotary positions: the pairs (a, b) of a row's first `rotary_dim` columns become (a cos - b sin, b cos + a sin); the other columns are
-// copied. Pair k is columns k and k + rotary_dim / 2, or 2 k and 2 k + 1 where interleaved.
+// Rows turned as RotaryParams says.
 struct RotateParams {
   DType dtype = DType::kFloat32;
   bool interleaved = false;
@@ -158,7 +168,7 @@ struct RotateParams {
   int64_t batch_sizes[kMaxBatchDims] = {};
   int64_t batch = 1, num_heads = 0, seqlen = 0, head_dim = 0, rotary_dim = 0;
   TensorView rows, out;  // dtype, (batch..., num_heads, seqlen, head_dim)
-  TensorView table;      // Real, adjacent columns: rotary_dim / 2 of cos, then as many of sin; may broadcast along all but them
+  TensorView table;      // Real, as in RotaryParams
 };
 
 struct LinearAttentionBackwardParams {

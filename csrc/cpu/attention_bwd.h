@@ -144,7 +144,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
 
   void pack_keys(int64_t head, int tile, const Packed& packed, const Buffers& buf) const {
     const int begin = tile * kTileKV, rows = min_of(kTileKV, int(p.seqlen_kv) - begin), head_dim = int(p.head_dim), head_dim_v = int(p.head_dim_v);
-    const auto key = adjacent_columns(matrix<const T>(p, p.key, head / p.num_heads_kv, head % p.num_heads_kv), begin, rows, head_dim, buf.key_temp);
+    const auto key = turned_rows(p, p.key, p.rotary.key_table, head / p.num_heads_kv, head % p.num_heads_kv, begin, rows, buf.key_temp);
     const auto value = adjacent_columns(matrix<const T>(p, p.value, head / p.num_heads_kv, head % p.num_heads_kv), begin, rows, head_dim_v, buf.value_temp);
     pack_transposed(key.data, key.row_stride, rows, head_dim, packed.key_transposed + begin / kPanel<Unit> * packed.key_transposed_stride,
                     packed.key_transposed_stride);
@@ -182,7 +182,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     for (int j = begin; j < end; j++) {
       if (params.grad_key.data) {
         const Matrix<T> to = matrix<T>(p, params.grad_key, batch, head_kv);
-        store_row(sums.grad_key + int64_t(j) * sums.key_stride, int(p.head_dim), Real(p.scale), to.row(j), to.col_stride);
+        store_turned_back(p, p.rotary.key_table, batch, head_kv, j, sums.grad_key + int64_t(j) * sums.key_stride, to);
       }
       if (params.grad_value.data) {
         const Matrix<T> to = matrix<T>(p, params.grad_value, batch, head_kv);
@@ -298,7 +298,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     if (!params.grad_query.data) return;
     for (int i = 0; i < rows; i++) {
       const Matrix<T> to = matrix<T>(p, params.grad_query, batch, buf.rows[i].head);
-      store_row(buf.grad_query + int64_t(i) * sums.key_stride, int(p.head_dim), Real(p.scale), to.row(buf.rows[i].query), to.col_stride);
+      store_turned_back(p, p.rotary.query_table, batch, buf.rows[i].head, buf.rows[i].query, buf.grad_query + int64_t(i) * sums.key_stride, to);
     }
   }
 
@@ -338,7 +338,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     gemm<Left::RowMajor, Store::Accumulate>(rows, int(p.head_dim), units<Unit>(end - first), grad_rows, kTileKV / kSize,
                                             packed.key + first / kSize * kPanel<Unit>, packed.key_stride, grad_query, int(sums.key_stride));
     if (!packed.key_finite[kv_begin / kTileKV])
-      add_nonfinite(mods, tile_rows, rows, first, end, grad_rows, kTileKV / kSize, matrix<const T>(p, p.key, batch, head_kv), int(p.head_dim), grad_query,
+      add_nonfinite(mods, tile_rows, rows, first, end, grad_rows, kTileKV / kSize,
+                    turned_rows(p, p.key, p.rotary.key_table, batch, head_kv, first, end - first, buf.key_temp).from(-first), int(p.head_dim), grad_query,
                     int(sums.key_stride));
   }
 
@@ -393,6 +394,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
 #if defined(__AVX512BF16__)
     if constexpr (kSize == 2)
       if (in_pairs) {
+        // What the products left in the row that only completes a pair may be NaN.
+        if (rows % 2) memset(scores + rows * kTileKV, 0, cols * sizeof(Real)), memset(grads + rows * kTileKV, 0, cols * sizeof(Real));
         for (int i = 0; i < rows; i += 2)
           score_gradient_to_pairs<kSelect, kDrop>(scores + i * kTileKV, grads + i * kTileKV, kTileKV, cols, factor, lse + i, delta + i,
                                                   pair_rows(i0 + i, i, left, buf), dropout, first + i, in_group);

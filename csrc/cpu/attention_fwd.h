@@ -4,6 +4,7 @@
 #include "in_place.h"
 #include "schedule.h"
 #include "softmax_block.h"
+#include "turn.h"
 
 namespace tiled_attention {
 inline namespace KERNEL_ISA {
@@ -59,7 +60,7 @@ struct ForwardBuffers {
   RowState<Real> state, total;  // of the split, and of the splits before where there are any
   Philox::Keys* dropout_keys;
   uint32_t* dropout_bits;       // [block][tile_kv and what row_bits() needs]
-  T *query_temp, *key_temp, *value_temp;  // copies of what has strided columns
+  T *query_temp, *key_temp, *value_temp;  // copies of what has strided columns or is turned
   int query_stride;
 
   static RowState<Real> take_state(int rows, int out_stride, Scratch& scratch) {
@@ -82,8 +83,8 @@ struct ForwardBuffers {
     total = p.seqlen_kv > kSplitKV ? take_state(kFwdTileQ, out_stride, scratch) : RowState<Real>();
     dropout_keys = scratch.take<Philox::Keys>(kDrop ? kFwdTileKV / kPhiloxGroup : 0);
     dropout_bits = scratch.take<uint32_t>(kDrop ? kBlockRows * Dropout::row_bits_size(kFwdTileKV) : 0);
-    query_temp = scratch.take<T>(p.query.col_stride == 1 ? 0 : kFwdTileQ * p.head_dim);
-    key_temp = scratch.take<T>(p.key.col_stride == 1 ? 0 : kFwdTileKV * p.head_dim);
+    query_temp = scratch.take<T>(needs_copy(p.query, p.rotary.query_table) ? kFwdTileQ * p.head_dim : 0);
+    key_temp = scratch.take<T>(needs_copy(p.key, p.rotary.key_table) ? kFwdTileKV * p.head_dim : 0);
     value_temp = scratch.take<T>(p.value.col_stride == 1 ? 0 : kFwdTileKV * p.head_dim_v);
   }
 };
@@ -115,7 +116,7 @@ struct Forward {
       : p(p), pool(with_workers(all, p)), tiles(p.num_heads / p.num_heads_kv, 0, p.seqlen_q, query_tile_rows(p, kFwdTileQ)), heads(p.batch * p.num_heads_kv) {
     const int workers = pool.num_workers;
     splits = int((p.seqlen_kv + kSplitKV - 1) / kSplitKV);
-    in_place = tiles.group * p.seqlen_q <= kInPlaceRows && tiles.count <= 1 && p.key.col_stride == 1 && p.value.col_stride == 1;
+    in_place = tiles.group * p.seqlen_q <= kInPlaceRows && tiles.count <= 1 && !needs_copy(p.key, p.rotary.key_table) && p.value.col_stride == 1;
     if (tiles.count <= 1) sharing = splits > 1 && heads < 4 * workers && workers > 1 ? Sharing::kSplits : Sharing::kSingle;
     else {
       sharing = heads < workers ? Sharing::kTiles : Sharing::kHeads;
@@ -231,7 +232,7 @@ struct Forward {
     if (!to.single && to.state[at] != Packed::kEmpty) return;
     const int begin = tile * kFwdTileKV, rows = min_of(kFwdTileKV, int(p.seqlen_kv) - begin);
     const Matrix<const T> keys = matrix<const T>(p, p.key, batch, head_kv), values = matrix<const T>(p, p.value, batch, head_kv);
-    const auto key = adjacent_columns(keys, begin, rows, int(p.head_dim), buf.key_temp);
+    const auto key = turned_rows(p, p.key, p.rotary.key_table, batch, head_kv, begin, rows, buf.key_temp);
     const auto value = adjacent_columns(values, begin, rows, int(p.head_dim_v), buf.value_temp);
     pack_transposed(key.data, key.row_stride, rows, int(p.head_dim), to.key + at * to.key_tile, to.key_panel,
                     Ahead::of(values, begin, rows, int(p.head_dim_v)));
@@ -246,8 +247,7 @@ struct Forward {
   void query_tile(int64_t batch, int head_kv, int rows, const RowMask& mask, int kv_from, int kv_to, const Packed& keys, const Buffers& buf) const {
     const ScoreMods<Real> mods(p, mask, batch);
     for_each_run(buf.rows, rows, [&](int first, int count) {
-      const auto query =
-          adjacent_columns(matrix<const T>(p, p.query, batch, buf.rows[first].head), buf.rows[first].query, count, int(p.head_dim), buf.query_temp);
+      const auto query = turned_rows(p, p.query, p.rotary.query_table, batch, buf.rows[first].head, buf.rows[first].query, count, buf.query_temp);
       pack_rows(query.data, query.row_stride, count, int(p.head_dim), mods.factor() < 0, buf.query + first * buf.query_stride, buf.query_stride);
     });
     const bool many_splits = p.seqlen_kv > kSplitKV;

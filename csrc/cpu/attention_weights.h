@@ -3,6 +3,7 @@
 
 #include "schedule.h"
 #include "softmax_block.h"
+#include "turn.h"
 
 namespace tiled_attention {
 inline namespace KERNEL_ISA {
@@ -82,11 +83,10 @@ struct Weights {
     const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
     const ScoreMods<Real> mods(p, mask, batch);
     const int head_dim = int(p.head_dim), head_kv = int(head / (p.num_heads / p.num_heads_kv)), cols = round_up(key_count, kPanel<Unit>);
-    const Matrix<const T> query = matrix<const T>(p, p.query, batch, head);
     for (int i = 0; i < rows; i++) {
       const int row = int(params.rows ? params.rows[row_begin + i] : row_begin + i);
       buf.rows[i] = {head, row, mask.row(row)};
-      const auto q = adjacent_columns(query, row, 1, head_dim, buf.temp);
+      const auto q = turned_rows(p, p.query, p.rotary.query_table, batch, head, row, 1, buf.temp);
       pack_rows(q.data, q.row_stride, 1, head_dim, mods.factor() < 0, buf.query + int64_t(i) * query_stride, query_stride);
     }
     // shift[i] + lse[i] is the lse of row i in log2 units.
@@ -133,7 +133,7 @@ struct Weights {
     }
   }
   void pack_keys(int64_t batch, int head_kv, int begin, int count, const Buffers& buf) const {
-    const auto key = adjacent_columns(matrix<const T>(p, p.key, batch, head_kv), begin, count, int(p.head_dim), buf.temp);
+    const auto key = turned_rows(p, p.key, p.rotary.key_table, batch, head_kv, begin, count, buf.temp);
     pack_transposed(key.data, key.row_stride, count, int(p.head_dim), buf.key, key_panel);
   }
   // Scores of rows [i0, i0 + count) of the tile and the packed keys, hidden ones -inf. Returns what they are still to be multiplied by.

@@ -3,6 +3,7 @@
 
 #include "schedule.h"
 #include "softmax_block.h"
+#include "turn.h"
 
 namespace tiled_attention {
 inline namespace KERNEL_ISA {
@@ -172,7 +173,7 @@ struct BackwardBuffers {
     dropout_bits = scratch.take<uint32_t>(kDrop ? Dropout::row_bits_size(kBwdTileKV) : 0);
     query_temp = scratch.take<T>(kBwdTileQ * p.head_dim);
     grad_out_temp = scratch.take<T>(kBwdTileQ * p.head_dim_v);
-    key_temp = scratch.take<T>(p.key.col_stride == 1 ? 0 : kBwdTileKV * p.head_dim);
+    key_temp = scratch.take<T>(needs_copy(p.key, p.rotary.key_table) ? kBwdTileKV * p.head_dim : 0);
     value_temp = scratch.take<T>(p.value.col_stride == 1 ? 0 : kBwdTileKV * p.head_dim_v);
     if (kSize == 1) {
       grad_score_rows = nullptr, block_scores = block_grad_scores = nullptr;

@@ -25,16 +25,21 @@ struct BackwardQueries {
     }
     // Panels hold whole pairs of rows: gather the tile where runs may break a pair or columns are strided.
     const bool one_run = buf.rows[rows - 1].head == buf.rows[0].head;
-    const bool gather = !one_run || p.query.col_stride != 1 || params.grad_out.col_stride != 1;
+    const bool gather = !one_run || p.query.col_stride != 1 || params.grad_out.col_stride != 1, turns = p.rotary.query_table.data != nullptr;
     Matrix<const T> query = matrix<const T>(p, p.query, batch, buf.rows[0].head), grad_out = matrix<const T>(p, params.grad_out, batch, buf.rows[0].head);
     query.data = query.row(buf.rows[0].query), grad_out.data = grad_out.row(buf.rows[0].query);
     if (gather) {
       for (int i = 0; i < rows; i++) {
         const Matrix<const T> q = matrix<const T>(p, p.query, batch, buf.rows[i].head), g = matrix<const T>(p, params.grad_out, batch, buf.rows[i].head);
-        for (int d = 0; d < head_dim; d++) buf.query_temp[int64_t(i) * head_dim + d] = q.row(buf.rows[i].query)[d * q.col_stride];
+        for (int d = 0; d < head_dim && !turns; d++) buf.query_temp[int64_t(i) * head_dim + d] = q.row(buf.rows[i].query)[d * q.col_stride];
         for (int d = 0; d < head_dim_v; d++) buf.grad_out_temp[int64_t(i) * head_dim_v + d] = g.row(buf.rows[i].query)[d * g.col_stride];
       }
       query = {buf.query_temp, head_dim, 1}, grad_out = {buf.grad_out_temp, head_dim_v, 1};
+    }
+    if (turns) {
+      for (int i = 0; i < rows; i++)
+        turned_rows(p, p.query, p.rotary.query_table, batch, buf.rows[i].head, buf.rows[i].query, 1, buf.query_temp + int64_t(i) * head_dim);
+      query = {buf.query_temp, head_dim, 1};
     }
     pack_rows(query.data, query.row_stride, rows, head_dim, negate, buf.query_rows, buf.query_stride);
     pack_rows(grad_out.data, grad_out.row_stride, rows, head_dim_v, false, buf.grad_out_rows, buf.grad_out_stride);

@@ -38,11 +38,14 @@ def masks_of(args: AdditiveArguments) -> Arguments:
         None,
         None,
         None,
+        None,
+        None,
         1.0,
         0.0,
         args.dropout_p,
         args.intervals,
         args.dropout_offsets,
+        False,
         False,
     )
 

@@ -30,6 +30,9 @@ class Arguments(NamedTuple):
     block_rows: Tensor | None
     block_tiles: Tensor | None
     block_bits: Tensor | None
+    # Rotary positions: Real (seqlen, rotary_dim) or what broadcasts to (..., heads, seqlen, rotary_dim), cosines and behind them sines.
+    query_table: Tensor | None
+    key_table: Tensor | None
     scale: float
     softcap: float  # 0: none
     dropout_p: float
@@ -37,6 +40,7 @@ class Arguments(NamedTuple):
     intervals: Sequence[int]
     dropout_offsets: Sequence[int]  # [] or batch, head, query, key
     allow_tf32: bool  # float32 on CUDA: products of operands rounded to tf32
+    interleaved: bool  # which columns of query and key are a pair for the tables: see `rotate`
 
 
 class VarlenArguments(NamedTuple):
@@ -56,6 +60,8 @@ class VarlenArguments(NamedTuple):
     documents: Tensor | None  # int64 (num_documents + 1,)
     query_offset: Tensor | None  # int64 (num_sequences,), replaces intervals[0]
     dropout_seed: Tensor | None  # int64 ()
+    query_table: Tensor | None  # Real (total_q, rotary_dim), as in Arguments
+    key_table: Tensor | None  # Real (total_kv, rotary_dim)
     max_seqlen_q: int
     max_seqlen_kv: int
     scale: float
@@ -63,6 +69,7 @@ class VarlenArguments(NamedTuple):
     dropout_p: float
     intervals: Sequence[int]  # as in Arguments
     dropout_offsets: Sequence[int]
+    interleaved: bool
 
 
 class Gradients(NamedTuple):
@@ -132,7 +139,7 @@ class LinearGradients(NamedTuple):
 
 # Of all operators: the leading arguments that are tensors, and (but for additive attention, where they are the first four) the places of
 # those that are differentiable, in the order of the gradients.
-TENSORS = {Arguments: 14, AdditiveArguments: 9, VarlenArguments: 11, LinearArguments: 7}
+TENSORS = {Arguments: 16, AdditiveArguments: 9, VarlenArguments: 13, LinearArguments: 7}
 POSITIONS = (0, 1, 2, 4, 5, 6)
 NO_TENSORS = (None,) * (TENSORS[Arguments] - 3)  # in the place of those behind value
 

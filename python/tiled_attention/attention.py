@@ -148,7 +148,7 @@ def attention(
             scale = default_scale(query.shape[-1])
         with below_autograd():
             allow_tf32 = query.is_cuda and allows_tf32(query)
-            out, lse, _ = run_forward(query, key, value, *NO_TENSORS, scale, 0.0, 0.0, (), (), allow_tf32, False)
+            out, lse, _ = run_forward(query, key, value, *NO_TENSORS, scale, 0.0, 0.0, (), (), allow_tf32, False, False)
     else:
         options = (bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset, rotary)
         pattern = residues.pattern_of(mask) if mask is not None and dropout_p == 0 and bias is None else None

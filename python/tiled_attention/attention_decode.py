@@ -16,6 +16,7 @@ from .call import autocast_active, below_autograd, cast_for_autocast, check_numb
 from .library import ops
 from .lowering import lower
 from .masks import Mask
+from .rotary import RotaryEmbedding
 
 NO_RING = -1  # `pinned` of a cache that is no ring
 
@@ -41,6 +42,7 @@ def attention_decode(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    rotary: RotaryEmbedding | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -60,6 +62,7 @@ def attention_decode(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    rotary: RotaryEmbedding | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -79,6 +82,7 @@ def attention_decode(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    rotary: RotaryEmbedding | None = None,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
@@ -97,6 +101,7 @@ def attention_decode(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    rotary: RotaryEmbedding | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of few queries over the keys of a cache, in one pass over those that are visible; the formula of `attention`.
@@ -122,6 +127,8 @@ def attention_decode(
         softcap: c of c * tanh(score / c), > 0; None: none.
         alibi_slopes: (num_heads,), adds -slope * |position of the query - position of the key|.
         sinks: (num_heads,), logits that take part in the denominator only.
+        rotary: a `RotaryEmbedding` of static frequencies. Turns each query at its position and each new key at its own before it is
+            written: the cache holds turned keys, those of before the call included. None: no turning.
         return_lse: also return the log-sum-exp.
 
     Returns:
@@ -146,6 +153,7 @@ def attention_decode(
         and softcap is None
         and alibi_slopes is None
         and sinks is None
+        and rotary is None
         and isinstance(query, Tensor)
         and isinstance(key_cache, Tensor)
         and isinstance(value_cache, Tensor)
@@ -176,6 +184,7 @@ def attention_decode(
         sinks,
         return_lse,
         NO_RING,
+        rotary,
     )
 
 
@@ -194,6 +203,7 @@ def decode(
     sinks: Tensor | None,
     return_lse: bool,
     pinned: int,
+    rotary: RotaryEmbedding | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention_decode`, also over a ring that keeps its first `pinned` keys (NO_RING: over a cache that is none)."""
     for name, tensor in (("query", query), ("key_cache", key_cache), ("value_cache", value_cache), ("cache_seqlens", cache_seqlens)):
@@ -221,6 +231,11 @@ def decode(
         alibi_slopes = check_per_head("alibi_slopes", alibi_slopes, query.shape[-3], real)
     if sinks is not None:
         sinks = check_per_head("sinks", sinks, query.shape[-3], real)
+    if rotary is not None:
+        after = 0 if new_key is None else new_key.shape[-2] if isinstance(new_key, Tensor) and new_key.dim() == 4 else 0
+        if new_key is not None:
+            new_key = turn_new("new_key", new_key, cache_seqlens, rotary)
+        query = turn_new("query", query, cache_seqlens + (after - query.shape[-2]), rotary)
     intervals, key_lengths, documents = ((), None, None) if mask is None else _lower(mask, query, key_cache, page_table)
     num_new = 0
     if new_key is not None or new_value is not None:
@@ -264,6 +279,21 @@ def append(
         _run_append(*args)
     increment_version((key_cache, value_cache))
     return new_key.shape[-2]
+
+
+def turn_new(name: str, rows: Any, first: Tensor, rotary: Any) -> Tensor:
+    """rows (batch, heads, n, head_dim) turned at first[b], first[b] + 1, ..."""
+    if not isinstance(rotary, RotaryEmbedding):
+        raise TypeError(f"rotary must be a RotaryEmbedding, got {type(rotary).__name__}")
+    if rotary.scaling is not None and rotary.scaling.kind == "dynamic":
+        raise ValueError("rotary must have the same frequencies at every length, for a cache of turned keys, got dynamic scaling")
+    rotary.check(name, rows)
+    if first.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cache_seqlens must be int32 or int64, got {first.dtype}")
+    if first.shape != rows.shape[:1]:
+        raise ValueError(f"cache_seqlens must have shape {tuple(rows.shape[:1])}, got {tuple(first.shape)}")
+    positions = first[:, None, None] + torch.arange(rows.shape[-2], device=first.device)
+    return rotary.turn(rows, *rotary.tables(positions, dtype=real_dtype(rows.dtype)))
 
 
 def _refuse_derivatives(**tensors: Tensor | None) -> None:

@@ -24,6 +24,7 @@ from .library import ops
 from .lowering import Lowered, lower
 from .mask_rules import make_plan
 from .masks import Mask
+from .rotary import RotaryEmbedding
 from .seeds import draw_seed
 from .varlen_autograd import record_attention_varlen
 
@@ -43,6 +44,7 @@ def attention_varlen(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    rotary: RotaryEmbedding | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
     return_lse: Literal[False] = False,
@@ -64,6 +66,7 @@ def attention_varlen(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    rotary: RotaryEmbedding | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
     return_lse: Literal[True],
@@ -84,6 +87,7 @@ def attention_varlen(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    rotary: RotaryEmbedding | None = None,
     dropout_p: float = 0.0,
     generator: torch.Generator | None = None,
     return_lse: bool = False,
@@ -106,6 +110,7 @@ def attention_varlen(
         mask: a mask of `tiled_attention` that is made of intervals, acting inside each sequence (KeyLengths: one length per sequence).
             None: every key of its sequence is seen. A dense bool mask or bias has no form here; what is wider than a sequence is padding.
         scale, softcap, alibi_slopes, sinks: as in `attention`.
+        rotary: turns query and key at their positions inside their sequence.
         dropout_p: as in `attention`, where the batch index is that of the sequence and query and key count inside it: the mask is that of
             the padded batch, `dropout_mask(num_sequences, num_heads, max_seqlen_q, max_seqlen_kv, dropout_p)`.
         generator: as in `attention`.
@@ -139,6 +144,7 @@ def attention_varlen(
         softcap,
         alibi_slopes,
         sinks,
+        rotary,
         dropout_p,
         generator,
     )
@@ -171,6 +177,7 @@ def _prepare(
     softcap: Any,
     alibi_slopes: Any,
     sinks: Any,
+    rotary: Any,
     dropout_p: Any,
     generator: Any,
 ) -> VarlenArguments:
@@ -203,6 +210,9 @@ def _prepare(
     if sinks is not None:
         sinks = check_per_head("sinks", sinks, num_heads, real)
     lowered = _lower(mask, cu_seqlens_q.shape[0] - 1, num_heads, max_seqlen_q, max_seqlen_kv, query.device)
+    query_table = key_table = None
+    if rotary is not None:
+        query_table, key_table = _tables(rotary, query, key, cu_seqlens_q, cu_seqlens_kv)
     seed = draw_seed(query, key, value, generator) if dropout_p > 0 else None
     return VarlenArguments(
         query,
@@ -216,6 +226,8 @@ def _prepare(
         lowered.documents,
         lowered.query_offset,
         seed,
+        query_table,
+        key_table,
         max_seqlen_q,
         max_seqlen_kv,
         scale,
@@ -223,7 +235,28 @@ def _prepare(
         dropout_p,
         lowered.intervals,
         (),
+        rotary is not None and rotary.interleaved,
     )
+
+
+def _tables(rotary: Any, query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """(total, rotary_dim) for the positions inside the sequences; offsets are not read here."""
+    if not isinstance(rotary, RotaryEmbedding):
+        raise TypeError(f"rotary must be a RotaryEmbedding, got {type(rotary).__name__}")
+    for name, tensor in (("query", query), ("key", key)):
+        rotary.check(name, tensor.transpose(0, 1))
+    if cu_seqlens_q.shape != cu_seqlens_kv.shape or cu_seqlens_q.shape[0] < 2:
+        return None, None  # no sequences, or what the operator refuses
+    sequences, places = [], []
+    for tensor, offsets in ((query, cu_seqlens_q), (key, cu_seqlens_kv)):
+        row = torch.arange(tensor.shape[0], device=offsets.device)
+        sequence = torch.searchsorted(offsets[1:], row, right=True).clamp(max=offsets.shape[0] - 2)
+        sequences.append(sequence)
+        places.append(row - offsets[sequence])
+    before = cu_seqlens_kv.diff() - cu_seqlens_q.diff()  # of each sequence, how many positions lie in front of its queries
+    dtypes = real_dtype(query.dtype), real_dtype(key.dtype)
+    of_query, of_key = rotary.tables_at(places[0] + before[sequences[0]], places[1], dtypes)
+    return of_query[0], of_key[0]
 
 
 def _offsets(name: str, offsets: Any) -> Tensor:

@@ -183,20 +183,20 @@ class AttentionWeights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_weights: Tensor | None) -> Any:
         if grad_weights is None:
-            return (None,) * 21
+            return (None,) * 24
         args, (lse, rows) = saved(ctx)
         needed = ctx.needs_input_grad
         wanted = (needed[0], needed[1], False, needed[3], needed[4], False)
         gradients, grad_lse = derivatives.weights_gradients(args, lse, grad_weights, ctx.average, rows, wanted)
-        by_score = (gradients.query, gradients.key, None, gradients.bias, gradients.alibi_slopes, *(None,) * 13)
-        return (*by_score, grad_lse if needed[18] else None, None, None)
+        by_score = (gradients.query, gradients.key, None, gradients.bias, gradients.alibi_slopes, *(None,) * 16)
+        return (*by_score, grad_lse if needed[21] else None, None, None)
 
     @staticmethod
     def jvp(ctx: Any, *directions: Any) -> Any:
         args, (lse, rows) = saved_primals(ctx)
         moving = Gradients(directions[0], directions[1], None, directions[3], directions[4], None)
         with outer_levels():
-            return derivatives.weights_tangent(args, lse, moving, directions[18], ctx.average, rows)
+            return derivatives.weights_tangent(args, lse, moving, directions[21], ctx.average, rows)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:

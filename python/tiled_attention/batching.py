@@ -78,13 +78,15 @@ def loop(call: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequ
 
 
 # Positions in (query, key, value, mask, bias, alibi_slopes, sinks, key_lengths, documents, query_offset, dropout_seed, block_rows,
-# block_tiles, block_bits, scale, softcap, dropout_p, ...).
-FORWARD = Batching(leading={0, 1, 2}, broadcast={3, 4, 11}, vectors={7, 9}, shared={5, 6, 8, 10, 12, 13}, dropout_p=16)
-# The same after (grad_out, grad_lse), and out, lse, residual at 22 to 24.
-BACKWARD = Batching(leading={0, 1, 2, 3, 4, 22, 23}, broadcast={5, 6, 13}, vectors={9, 11}, shared={7, 8, 10, 12, 14, 15}, dropout_p=18)
-# (query, key, mask, bias, alibi_slopes, key_lengths, documents, query_offset, dropout_seed, block_rows, block_tiles, block_bits, scale,
-# softcap, dropout_p, intervals, offsets, allow_tf32, lse, rows, average)
-WEIGHTS = Batching(leading={0, 1, 18}, broadcast={2, 3, 9}, vectors={5, 7}, shared={4, 6, 8, 10, 11, 19}, dropout_p=14)
+# block_tiles, block_bits, query_table, key_table, scale, softcap, dropout_p, ...).
+FORWARD = Batching(leading={0, 1, 2}, broadcast={3, 4, 11, 14, 15}, vectors={7, 9}, shared={5, 6, 8, 10, 12, 13}, dropout_p=18)
+# The same after (grad_out, grad_lse), and out, lse, residual at 25 to 27.
+BACKWARD = Batching(
+    leading={0, 1, 2, 3, 4, 25, 26}, broadcast={5, 6, 13, 16, 17}, vectors={9, 11}, shared={7, 8, 10, 12, 14, 15}, dropout_p=20
+)
+# (query, key, mask, bias, alibi_slopes, key_lengths, documents, query_offset, dropout_seed, block_rows, block_tiles, block_bits,
+# query_table, key_table, scale, softcap, dropout_p, intervals, offsets, allow_tf32, interleaved, lse, rows, average)
+WEIGHTS = Batching(leading={0, 1, 21}, broadcast={2, 3, 9, 12, 13}, vectors={5, 7}, shared={4, 6, 8, 10, 11, 22}, dropout_p=16)
 
 
 def map_forward(call: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
@@ -98,13 +100,13 @@ def map_forward(call: Callable[..., Any], size: int, in_dims: Sequence[Any], arg
 
 def map_backward(call: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
     """Rule of (grad_out, grad_lse, ..., out, lse, residual, gradients) -> 6 gradients."""
-    gradients = args[25]
+    gradients = args[28]
     if BACKWARD.must_loop(in_dims, args) or gradients & 0b110000:
         return loop(call, size, in_dims, args)
     rank = args[2].dim() - (in_dims[2] is not None)
     folded = BACKWARD.fold(size, in_dims, args, rank)
-    if in_dims[24] is not None or args[24].dim() > 1:
-        folded[24] = _first(args[24], in_dims[24], size)
+    if in_dims[27] is not None or args[27].dim() > 1:
+        folded[27] = _first(args[27], in_dims[27], size)
     bias = args[6]
     if gradients & 0b1000:
         shape = bias.shape if in_dims[6] is None else bias.movedim(in_dims[6], 0).shape[1:]

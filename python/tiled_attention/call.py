@@ -139,8 +139,9 @@ def prepare(
         device=query.device,
         block_lists=block_lists,
     )
+    query_table = key_table = None
     if rotary is not None:
-        query, key = _turn(rotary, query, key, query_offset)
+        query_table, key_table = _tables(rotary, query, key, query_offset)
     seed = None
     if dropout_p > 0:
         seed = draw_seed(query, key, value, generator)
@@ -159,12 +160,15 @@ def prepare(
         lowered.block_rows,
         lowered.block_tiles,
         lowered.block_bits,
+        query_table,
+        key_table,
         scale,
         softcap,
         dropout_p,
         lowered.intervals,
         (),
         query.is_cuda and allows_tf32(query),
+        rotary is not None and rotary.interleaved,
     )
 
 
@@ -210,12 +214,12 @@ def check_per_head(name: str, tensor: Any, num_heads: int, real: torch.dtype) ->
     return tensor.to(real).contiguous()
 
 
-def _turn(rotary: Any, query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> tuple[Tensor, Tensor]:
+def _tables(rotary: Any, query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> tuple[Tensor, Tensor]:
     if not isinstance(rotary, RotaryEmbedding):
         raise TypeError(f"rotary must be a RotaryEmbedding, got {type(rotary).__name__}")
     rotary.check("query", query)
     rotary.check("key", key)
-    return rotary.turn_for_call(query, key, query_offset)
+    return rotary.tables_for_call(query, key, query_offset)
 
 
 def _offsets(query_offset: Any, query: Tensor) -> int | Tensor:

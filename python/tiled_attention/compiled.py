@@ -47,6 +47,12 @@ def refuse_forward_mode(name: str, args: Any) -> None:
         )
 
 
+def refuse_moving_tables(name: str, tables: Any) -> None:
+    for table, argument in zip(tables, ("query_table", "key_table"), strict=True):
+        if table is not None and table.requires_grad:
+            raise ValueError(f"{argument} must not require grad: it is a constant of tiled_attention::{name}")
+
+
 def needs_gradient(name: str, args: Any) -> bool:
     needs = torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
     if needs and torch._C._are_functorch_transforms_active():
@@ -100,7 +106,7 @@ class _Attention(torch.autograd.Function):
         return (None, *spread(Gradients(*(result if want else None for result, want in zip(results, wanted)))), None)
 
 
-_WEIGHTS_POSITIONS = (0, 1, 3, 4, 18)  # of query, key, bias, alibi_slopes and lse among the arguments of attention_weights
+_WEIGHTS_POSITIONS = (0, 1, 3, 4, 21)  # of query, key, bias, alibi_slopes and lse among the arguments of attention_weights
 
 
 def _weights_backward(grad_weights: Tensor, *args: Any) -> list[Tensor]:
@@ -117,8 +123,8 @@ class _AttentionWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *args: Any) -> Tensor:
         *score_args, lse, rows, ctx.average = args
-        ctx.options = score_args[12:]
-        ctx.save_for_backward(*score_args[:12], lse, rows)
+        ctx.options = score_args[14:]
+        ctx.save_for_backward(*score_args[:14], lse, rows)
         return redispatch(ops.attention_weights.default, keyset, args)
 
     @staticmethod
@@ -137,6 +143,7 @@ class _AttentionWeights(torch.autograd.Function):
 def _attention(keyset: Any, *args: Any) -> Any:
     refuse_forward_mode("attention", args)
     if needs_gradient("attention", args):
+        refuse_moving_tables("attention", args[14:16])
         return _Attention.apply(keyset, *args)
     return redispatch(ops.attention.default, keyset, args)
 
@@ -144,6 +151,7 @@ def _attention(keyset: Any, *args: Any) -> Any:
 def _attention_weights(keyset: Any, *args: Any) -> Any:
     refuse_forward_mode("attention_weights", args)
     if needs_gradient("attention_weights", args):
+        refuse_moving_tables("attention_weights", args[12:14])
         return _AttentionWeights.apply(keyset, *args)
     return redispatch(ops.attention_weights.default, keyset, args)
 

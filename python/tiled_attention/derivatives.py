@@ -100,8 +100,29 @@ def _lse_tangent(scores: Scores, directions: Gradients, score_t: Tensor) -> Tens
     return lse_t
 
 
+def turned(args: Arguments) -> Arguments:
+    """The same call where query and key are turned already."""
+    query, key = _turn(args, args.query, args.key)
+    return args._replace(query=query, key=key, query_table=None, key_table=None)
+
+
+def _turn(args: Arguments, query: Any, key: Any, back: bool = False) -> tuple[Any, Any]:
+    """By the tables of rotary positions, where there are any."""
+    from .rotate import rotate
+
+    pairs = ((query, args.query_table), (key, args.key_table))
+    rows = [rows if rows is None or table is None else rotate(rows, table, args.interleaved, back) for rows, table in pairs]
+    return rows[0], rows[1]
+
+
+def _turn_directions(args: Arguments, directions: Gradients, back: bool = False) -> Gradients:
+    query, key = _turn(args, directions.query, directions.key, back)
+    return directions._replace(query=query, key=key)
+
+
 def tangents(args: Arguments, directions: Gradients) -> tuple[Tensor, Tensor]:
     """Tangents of (out, lse), where the inputs move in `directions` (None: that one does not)."""
+    args, directions = turned(args), _turn_directions(args, directions)
     problem = Problem(args)
     head_dim_v = args.value.shape[-1]
     out_sum = Sum((*problem.rows_shape, head_dim_v), args.query.dtype, by_rows=True)
@@ -129,6 +150,8 @@ def gradient_tangents(
     wanted: Wanted,
 ) -> Gradients:
     """Tangents of the wanted gradients, where the inputs and the two output gradients move in the given directions."""
+    given, directions = args, _turn_directions(args, directions)
+    args = turned(args)
     problem = Problem(args)
     sums = _GradientSums(problem, wanted)
     for cut in problem.cuts():
@@ -175,13 +198,14 @@ def gradient_tangents(
             if directions.sinks is not None:
                 sink_t = sink_t + problem.per_head(directions.sinks, cut)
             sums.sinks.add(cut.head_index, _per_head(scores.sink_weight * (sink_t * from_lse + from_lse_t)))
-    return sums.results()
+    return _turn_directions(given, sums.results(), back=True)
 
 
 def weights_tangent(
     args: Arguments, lse: Tensor, directions: Gradients, lse_t: Tensor | None, average: bool, rows: Tensor | None
 ) -> Tensor:
     """Tangent of exp(score - lse), dropped, (..., num_heads or 1, num_rows, seqlen_kv), where score and lse move on their own."""
+    args, directions = turned(args), _turn_directions(args, directions)
     chosen, lse = choose_rows(args, rows), _of_rows(lse[..., None], rows, True)[..., 0]
     directions = directions._replace(query=_of_rows(directions.query, rows, True), bias=_of_rows(directions.bias, rows))
     problem = Problem(chosen, rows, args.query.shape[-2])
@@ -202,6 +226,7 @@ def weights_gradients(
     args: Arguments, lse: Tensor, grad_weights: Tensor, average: bool, rows: Tensor | None, wanted: Wanted
 ) -> tuple[Gradients, Tensor]:
     """Gradients of exp(score - lse), dropped: by the score arguments, and by lse."""
+    given, args = args, turned(args)
     chosen, chosen_lse = choose_rows(args, rows), _of_rows(lse[..., None], rows, True)[..., 0]
     problem = Problem(chosen, rows, args.query.shape[-2])
     sums = _GradientSums(problem, wanted)
@@ -221,7 +246,7 @@ def weights_gradients(
             sums.key.add(cut.key_index, scores.scatter(raw_grad, scores.query))
     gradients, grad_lse = sums.results(), lse_sum.result((*chosen_lse.shape, 1), lse)
     query, bias = _put_rows(gradients.query, args.query, rows, True), _put_rows(gradients.bias, args.bias, rows)
-    gradients = gradients._replace(query=query, bias=bias)
+    gradients = _turn_directions(given, gradients._replace(query=query, bias=bias), back=True)
     return gradients, _put_rows(grad_lse, lse[..., None], rows, True)[..., 0]
 
 

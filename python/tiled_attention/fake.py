@@ -85,6 +85,10 @@ def check(args: Arguments) -> None:
             check_vector(name, vector, torch.int64, math.prod(query.shape[:-3]))
     if args.block_rows is not None:
         _check_blocks(args, scores)
+    check_tables(args)
+    for name, table, rows in (("query_table", args.query_table, query), ("key_table", args.key_table, key)):
+        if table is not None:
+            check_table(name, table, rows)
     if args.documents is not None and (args.documents.dtype != torch.int64 or args.documents.dim() != 1 or args.documents.shape[0] < 1):
         raise ValueError(
             f"documents must be int64 (num_documents + 1,), got {dtype_name(args.documents.dtype)} {tuple(args.documents.shape)}"
@@ -110,6 +114,32 @@ def _check_blocks(args: Arguments, scores: tuple[int, ...]) -> None:
     check_dtype("block_tiles", args.block_tiles, (torch.int32,))
     check_dtype("block_bits", args.block_bits, (torch.int64,))
     check_broadcasts("block_rows", args.block_rows, (*scores[:-2], (scores[-2] + TILE - 1) // TILE, 2))
+
+
+def check_tables(args: Any) -> None:
+    """Rotary positions of query and key: both tables or none, of as many columns."""
+    query_table, key_table = args.query_table, args.key_table
+    if query_table is None and key_table is None:
+        return
+    if query_table is None or key_table is None:
+        given = "key_table" if query_table is None else "query_table"
+        raise ValueError(f"query_table and key_table must be given together, got only {given}")
+    check_columns("query_table", query_table, args.query)
+    check_columns("key_table", key_table, args.key)
+    if key_table.shape[-1] != query_table.shape[-1]:
+        raise ValueError(f"key_table must have the columns of query_table ({query_table.shape[-1]}), got {tuple(key_table.shape)}")
+
+
+def check_columns(name: str, table: Tensor, rows: Tensor) -> None:
+    check_dtype(name, table, (real_dtype(rows.dtype),))
+    if table.dim() < 2 or table.shape[-1] % 2 or table.shape[-1] > rows.shape[-1]:
+        raise ValueError(f"{name} must have an even number of columns, at most head_dim ({rows.shape[-1]}), got {tuple(table.shape)}")
+
+
+def check_table(name: str, table: Tensor, rows: Tensor) -> None:
+    """A table of rotary positions for rows (..., num_heads, seqlen, head_dim)."""
+    check_columns(name, table, rows)
+    check_broadcasts(name, table, (*rows.shape[:-1], table.shape[-1]))
 
 
 def check_dtype(name: str, tensor: Tensor, allowed: tuple[torch.dtype, ...]) -> None:

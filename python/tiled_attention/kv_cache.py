@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention_decode import NO_RING, append, decode
+from .attention_decode import NO_RING, append, decode, turn_new
 from .mask_checks import is_readable, number
 from .masks import Causal, Mask, Sinks, SlidingWindow
+from .rotary import RotaryEmbedding
 
 _CAUSAL = Causal()
 
@@ -95,14 +96,17 @@ class KVCache:
         self.values = torch.empty((*shape, head_dim_v), dtype=dtype, device=device)
         self.seqlens = torch.zeros(batch, dtype=torch.int32, device=device)
 
-    def append(self, key: Tensor, value: Tensor) -> None:
+    def append(self, key: Tensor, value: Tensor, *, rotary: RotaryEmbedding | None = None) -> None:
         """Adds tokens to every batch item: key (batch, num_heads_kv, n_new, head_dim), value (batch, num_heads_kv, n_new, head_dim_v).
 
-        Of more tokens than a ring holds, the last ones stay.
+        With `rotary`, keys are turned at their positions before they are written, as `attend(..., rotary=)` wants to find them. Of more
+        tokens than a ring holds, the last ones stay.
 
         Raises:
             RuntimeError, ValueError or TypeError naming the argument; on the CPU also where they do not fit behind `seqlens`.
         """
+        if rotary is not None:
+            key = turn_new("key", key, self.seqlens, rotary)
         self.seqlens.add_(append(self.keys, self.values, key, value, self.seqlens, self.page_table, self._pinned))
 
     def attend(
@@ -116,6 +120,7 @@ class KVCache:
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
+        rotary: RotaryEmbedding | None = None,
         return_lse: bool = False,
     ) -> Any:
         """Appends key and value, where they are given, and returns `attention_decode` of `query` over the cache.
@@ -125,6 +130,7 @@ class KVCache:
             key, value: as in `append`, usually as many tokens as queries.
             mask: combined with the window of a ring. None: every query sees all keys.
             scale, softcap, alibi_slopes, sinks, return_lse: as in `attention_decode`.
+            rotary: turns query and key at their positions, key before it is written: the cache holds turned keys.
 
         Returns:
             out (batch, num_heads, seqlen_q, head_dim_v), or (out, lse).
@@ -145,6 +151,7 @@ class KVCache:
         result = decode(
             *(query, self.keys, self.values, self.seqlens, self.page_table, key, value),
             *(mask, scale, softcap, alibi_slopes, sinks, return_lse, self._pinned),
+            rotary=rotary,
         )
         if key is not None:
             self.seqlens.add_(key.shape[-2])

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 from .arguments import Arguments, real_dtype
 from .call import forward, needs_derivatives
+from .derivatives import turned
 from .library import ops
 from .mask_grid import TILE
 from .mask_rules import NO_INTERVALS, UNBOUNDED, Rule
@@ -87,6 +88,7 @@ def serves(pattern: Pattern, args: Arguments) -> bool:
 
 def attend(args: Arguments, pattern: Pattern) -> tuple[Tensor, Tensor]:
     """(out, lse) of the arguments under the pattern; `args` as `prepare` makes them without a mask."""
+    args = turned(args)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return _composite(args, pattern)
     tensors = (args.query, args.key, args.value, args.alibi_slopes, args.sinks)
@@ -245,7 +247,7 @@ def _plain(
     intervals: tuple[int, ...],
     allow_tf32: bool,
 ) -> Arguments:
-    args: Any = (query, key, value, None, None, slopes, sinks, *(None,) * 7, scale, softcap, 0.0, intervals, (), allow_tf32)
+    args: Any = (query, key, value, None, None, slopes, sinks, *(None,) * 9, scale, softcap, 0.0, intervals, (), allow_tf32, False)
     return Arguments(*args)
 
 

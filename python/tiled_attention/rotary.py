@@ -162,7 +162,8 @@ class RotaryEmbedding(nn.Module):
         for name, tensor in (("query", query), ("key", key)):
             self.check(name, tensor)
         if positions is None:
-            return self.turn_for_call(query, key, None)
+            tables = self.tables_for_call(query, key, None)
+            return rotate(query, tables[0], self.interleaved), rotate(key, tables[1], self.interleaved)
         if isinstance(positions, (tuple, list)):
             if len(positions) != 2:
                 raise ValueError(f"positions must be one tensor or a pair, got {len(positions)}")
@@ -203,26 +204,29 @@ class RotaryEmbedding(nn.Module):
 
     def turn_both(self, query: Tensor, key: Tensor, query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
         """Both at positions (..., seqlen) whose leading dimensions broadcast to those of query and key. No checks."""
-        length = _length(query_positions, key_positions) if self.scaling is not None and self.scaling.kind == "dynamic" else None
-        turned = []
-        for x, positions in ((query, query_positions), (key, key_positions)):
-            cos, sin = self.tables(positions[..., None, :], length=length, dtype=real_dtype(x.dtype))
-            turned.append(self.turn(x, cos, sin))
-        return turned[0], turned[1]
+        tables = self.tables_at(query_positions, key_positions, (real_dtype(query.dtype), real_dtype(key.dtype)))
+        return rotate(query, tables[0], self.interleaved), rotate(key, tables[1], self.interleaved)
 
-    def turn_for_call(self, query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> tuple[Tensor, Tensor]:
-        """Both where `attention` has them: key j at j, query i at i + query_offset (None: seqlen_kv - seqlen_q; a tensor: (batch...,))."""
-        seqlen_q, seqlen_kv = query.shape[-2], key.shape[-2]
+    def tables_for_call(self, query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> tuple[Tensor, Tensor]:
+        """Those that `attention` turns query and key by, (..., seqlen, rotary_dim), cosines and behind them sines, in the dtype of scores:
+        key j at j, query i at i + query_offset (None: seqlen_kv - seqlen_q; a tensor: (batch...,))."""
+        seqlen_q, seqlen_kv, dtypes = query.shape[-2], key.shape[-2], (real_dtype(query.dtype), real_dtype(key.dtype))
         offset = seqlen_kv - seqlen_q if query_offset is None else query_offset
         is_static = self.scaling is None or self.scaling.kind != "dynamic"
-        if is_static and not isinstance(offset, Tensor) and 0 <= offset <= seqlen_kv and query.dtype == key.dtype:
-            table = self._table(max(offset + seqlen_q, seqlen_kv), query.device, real_dtype(query.dtype))
-            turned_query = rotate(query, table[offset : offset + seqlen_q], self.interleaved)
-            return turned_query, rotate(key, table[:seqlen_kv], self.interleaved)
+        if is_static and not isinstance(offset, Tensor) and 0 <= offset <= seqlen_kv and dtypes[0] == dtypes[1]:
+            table = self._table(max(offset + seqlen_q, seqlen_kv), query.device, dtypes[0])
+            return table[offset : offset + seqlen_q], table[:seqlen_kv]
         rows, keys = torch.arange(seqlen_q, device=query.device), torch.arange(seqlen_kv, device=key.device)
         if isinstance(offset, Tensor) and offset.dim():
             offset = offset.long()[..., None]
-        return self.turn_both(query, key, rows + offset, keys)
+        return self.tables_at(rows + offset, keys, dtypes)
+
+    def tables_at(self, query_positions: Tensor, key_positions: Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, Tensor]:
+        """(..., 1, seqlen, rotary_dim) of query and key at positions (..., seqlen): cosines and behind them sines."""
+        length = _length(query_positions, key_positions) if self.scaling is not None and self.scaling.kind == "dynamic" else None
+        both = zip((query_positions, key_positions), dtypes, strict=True)
+        tables = [torch.cat(self.tables(positions[..., None, :], length=length, dtype=dtype), -1) for positions, dtype in both]
+        return tables[0], tables[1]
 
     def _table(self, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Of positions 0 .. length - 1 at frequencies that do not depend on the call, (length, rotary_dim); kept from call to call."""

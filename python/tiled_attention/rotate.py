@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from .arguments import real_dtype
 from .compiled import library, needs_gradient, redispatch, refuse_forward_mode, register_vmap
-from .fake import check_broadcasts, check_dtype
+from .fake import check_dtype, check_table
 from .library import ops
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -109,10 +108,7 @@ register_vmap("rotate", _map)
 @torch.library.register_fake("tiled_attention::rotate")
 def _fake(rows: Tensor, table: Tensor, interleaved: bool, transposed: bool) -> Tensor:
     check_dtype("rows", rows, (torch.float32, torch.float64, torch.bfloat16, torch.float16))
-    check_dtype("table", table, (real_dtype(rows.dtype),))
     if rows.dim() < 3:
         raise ValueError(f"rows must have shape (..., num_heads, seqlen, head_dim), got {tuple(rows.shape)}")
-    if table.dim() < 2 or table.shape[-1] % 2 or table.shape[-1] > rows.shape[-1]:
-        raise ValueError(f"table must have an even number of columns, at most head_dim ({rows.shape[-1]}), got {tuple(table.shape)}")
-    check_broadcasts("table", table, (*rows.shape[:-1], table.shape[-1]))
+    check_table("table", table, rows)
     return torch.empty_like(rows)

@@ -72,7 +72,7 @@ def scaled_dot_product_attention(
             with below_autograd():
                 scale = default_scale(shape[-1])
                 allow_tf32 = query.is_cuda and allows_tf32(query)
-                return run_forward(query, key, value, *NO_TENSORS, scale, 0.0, 0.0, intervals, (), allow_tf32, False)[0]
+                return run_forward(query, key, value, *NO_TENSORS, scale, 0.0, 0.0, intervals, (), allow_tf32, False, False)[0]
     return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 

@@ -155,12 +155,15 @@ class _Sequence:
             block_rows=None,
             block_tiles=None,
             block_bits=None,
+            query_table=None if args.query_table is None else args.query_table[rows],
+            key_table=None if args.key_table is None else args.key_table[keys],
             scale=args.scale,
             softcap=args.softcap,
             dropout_p=args.dropout_p,
             intervals=args.intervals,
             dropout_offsets=(offsets[0] + index, *offsets[1:]),
             allow_tf32=False,
+            interleaved=args.interleaved,
         )
 
     def of_rows(self, tensor: Any) -> Any:

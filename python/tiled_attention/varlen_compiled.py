@@ -11,8 +11,8 @@ from torch.utils.flop_counter import register_flop_formula
 from . import batching
 from .arguments import TENSORS, VarlenArguments, real_dtype
 from .autograd import pick, spread
-from .compiled import ONCE, library, needs_gradient, redispatch, refuse_forward_mode, register_vmap, without_gradient
-from .fake import check_dtype, check_query_key_value, dense_like
+from .compiled import ONCE, library, needs_gradient, redispatch, refuse_forward_mode, refuse_moving_tables, register_vmap, without_gradient
+from .fake import check_dtype, check_query_key_value, check_tables, dense_like
 from .library import ops
 from .varlen_autograd import as_gradients, wanted_bits
 
@@ -38,6 +38,10 @@ def check(args: VarlenArguments) -> None:
         check_dtype(name, vector, (dtype,))
         if vector.dim() != 1 or vector.shape[0] != size:
             raise ValueError(f"{name} must have shape {(size,)}, got {tuple(vector.shape)}")
+    check_tables(args)
+    for name, table, rows in (("query_table", args.query_table, query), ("key_table", args.key_table, key)):
+        if table is not None and (table.dim() != 2 or table.shape[0] != rows.shape[0]):
+            raise ValueError(f"{name} must have shape ({rows.shape[0]}, rotary_dim), got {tuple(table.shape)}")
     tensors: Any = args[: TENSORS[VarlenArguments]]
     for name, tensor in zip(VarlenArguments._fields, tensors):
         if tensor is not None and tensor.device != query.device:
@@ -94,6 +98,7 @@ class _AttentionVarlen(torch.autograd.Function):
 def _attention_varlen(keyset: Any, *args: Any) -> Any:
     refuse_forward_mode("attention_varlen", args)
     if needs_gradient("attention_varlen", args):
+        refuse_moving_tables("attention_varlen", args[11:13])
         return _AttentionVarlen.apply(keyset, *args)
     return redispatch(ops.attention_varlen.default, keyset, args)
 
@@ -120,11 +125,11 @@ def _pairs(query: Tensor, offsets_q: Tensor, offsets_kv: Tensor, max_seqlen_q: i
 def _forward_flops(
     query: Any, key: Any, value: Any, offsets_q: Any, offsets_kv: Any, *args: Any, out_val: Any = None, **kwargs: Any
 ) -> int:
-    return 2 * _pairs(query, offsets_q, offsets_kv, args[6], args[7]) * (query.shape[-1] + value.shape[-1])
+    return 2 * _pairs(query, offsets_q, offsets_kv, args[8], args[9]) * (query.shape[-1] + value.shape[-1])
 
 
 @register_flop_formula(ops.attention_varlen_bwd, get_raw=True)
 def _backward_flops(
     grad_out: Any, grad_lse: Any, query: Any, key: Any, value: Any, offsets_q: Any, offsets_kv: Any, *args: Any, **kwargs: Any
 ) -> int:
-    return 2 * _pairs(query, offsets_q, offsets_kv, args[6], args[7]) * (3 * query.shape[-1] + 2 * value.shape[-1])
+    return 2 * _pairs(query, offsets_q, offsets_kv, args[8], args[9]) * (3 * query.shape[-1] + 2 * value.shape[-1])

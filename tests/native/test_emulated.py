@@ -17,6 +17,7 @@ PACKED = (
     *("against_the_definition", "a_sequence_has_the_bits_it_has_alone", "nothing_leaks_between_sequences", "empty_sequences"),
     *("dropout_is_that_of_the_padded_batch", "strides", "bad_offsets"),
 )
+ROTARY = ("is_attention_of_turned_rows", "packed_sequences_have_the_bits_that_they_have_alone", "decoding_gives_what_the_whole_gives")
 # The longest first.
 SMALL = (
     "tests/test_attention_isa.py::test_features",
@@ -25,6 +26,7 @@ SMALL = (
     "tests/test_linear_attention.py",
     "tests/test_attention_isa.py::test_small",
     " ".join(f"tests/test_attention_varlen.py::test_{name}" for name in PACKED),
+    " ".join(f"tests/test_rotary_attention.py::test_{name}" for name in ROTARY),
     "tests/test_attention_decode.py tests/test_kv_cache.py --deselect tests/test_kv_cache.py::TestCompile",
     "tests/test_additive_attention.py",
     "tests/test_dropout.py",
@@ -41,6 +43,7 @@ ALL = (
     "tests/test_attention_isa.py::test_slow",
     "tests/test_vmap.py tests/test_linear_vmap.py",
     "tests/test_weights.py",
+    "tests/test_rotary_attention.py",
     "tests/test_accuracy.py tests/test_linear_accuracy.py",
     "tests/test_compile.py tests/test_linear_compile.py",
     "tests/test_sparse_masks.py",
