@@ -4,7 +4,7 @@
 //
 //   grad_query_id = w_d sum_j G_ij (1 - t_ijd^2)   grad_key_jd = w_d sum_i G_ij (1 - t_ijd^2)   grad_w_d = sum_ij G_ij t_ijd
 //
-// with t = 1 - 1/P and 1 - t^2 = (1/P) (2 - 1/P). How a head is cut into chunks of queries follows from the shape and the mask: sums do not
+// with t = N/D, D = N + 1, and 1 - t^2 = (N + D) / D^2, which is 0 where t is saturated. How a head is cut into chunks of queries follows from the shape and the mask: sums do not
 // depend on the threads.
 
 #include "additive_scores.h"
@@ -15,27 +15,27 @@ namespace tiled_attention {
 inline namespace KERNEL_ISA {
 
 // Adds what `rows` rows and one vector of keys give in one quad. `grads` [rows][kLanes] are the gradients of the scores, `by_query`
-// [rows][kQuad][kLanes] sums over keys, lane by lane. One division gives the four 1/P of a pair.
+// [rows][kQuad][kLanes] sums over keys, lane by lane. One division gives the four 1/D of a pair.
 template <bool kCap, class Real>
-ALWAYS_INLINE void additive_gradient_rows(int rows, const Real* query, int query_stride, const NativeVec<Real> (&key)[kQuad], const Real* grads, Real* by_query,
+ALWAYS_INLINE void additive_gradient_rows(int rows, const Real* query, int query_stride, const Real* key, const Real* grads, Real* by_query,
                                           NativeVec<Real> (&by_key)[kQuad], NativeVec<Real> (&by_weight)[kQuad]) {
   using V = NativeVec<Real>;
   const V one(Real(1));
 #pragma GCC unroll 1
   for (int i = 0; i < rows; i++, query += query_stride, grads += V::kLanes, by_query += kQuad * V::kLanes) {
     const V grad = V::load(grads);
-    V p[kQuad];
+    V n[kQuad], d[kQuad];
 #pragma GCC unroll 4
-    for (int c = 0; c < kQuad; c++) p[c] = half_denominator<kCap>(V(query[c]), key[c]);
-    const V low = p[0] * p[1], high = p[2] * p[3], inverse = one / (low * high);
+    for (int c = 0; c < kQuad; c++) n[c] = half_excess<kCap>(query[c], query[query_stride / 2 + c], key + c * kKeyParts * kPanel<Real>), d[c] = n[c] + one;
+    const V low = d[0] * d[1], high = d[2] * d[3], inverse = one / (low * high);
     const V inverse_low = high * inverse, inverse_high = low * inverse;
-    const V r[kQuad] = {p[1] * inverse_low, p[0] * inverse_low, p[3] * inverse_high, p[2] * inverse_high};
+    const V r[kQuad] = {d[1] * inverse_low, d[0] * inverse_low, d[3] * inverse_high, d[2] * inverse_high};
 #pragma GCC unroll 4
     for (int c = 0; c < kQuad; c++) {
-      const V t = one - r[c], slope = grad * r[c] * (one + t);
+      const V slope = grad * r[c] * (r[c] * (n[c] + d[c]));
       (V::load(by_query + c * V::kLanes) + slope).store(by_query + c * V::kLanes);
       by_key[c] = by_key[c] + slope;
-      by_weight[c] = multiply_add(grad, t, by_weight[c]);
+      by_weight[c] = multiply_add(grad, n[c] * r[c], by_weight[c]);
     }
   }
 }
@@ -44,7 +44,7 @@ ALWAYS_INLINE void additive_gradient_rows(int rows, const Real* query, int query
 template <class Real>
 struct AdditiveKeys {
   ScoreWeight<Real> weight;
-  Real *key, *value_transposed;  // [panels of keys][slots][kPanel], [panels of keys][head_dim_v][kPanel]
+  Real *key, *value_transposed;  // [panels of keys][slots][kKeyParts][kPanel], [panels of keys][head_dim_v][kPanel]
   bool* marked;                  // [seqlen_kv, whole tiles]
   Real* top;                     // [tiles] the largest argument
   Real* grad_key;                // [panels of keys][slots][kPanel], not yet times the weight
@@ -55,7 +55,7 @@ struct AdditiveKeys {
     const int64_t padded = round_up(int(p.seqlen_kv), kBwdTileKV), slots = ScoreWeight<Real>::slots_of(p.head_dim);
     weight = ScoreWeight<Real>::take(p.head_dim, scratch);
     value_stride = p.head_dim_v * kPanel<Real>;
-    key = scratch.take<Real>(padded * slots);
+    key = scratch.take<Real>(padded * slots * kKeyParts);
     value_transposed = scratch.take<Real>(padded * p.head_dim_v);
     marked = scratch.take<bool>(padded);
     top = scratch.take<Real>(padded / kBwdTileKV);
@@ -94,18 +94,18 @@ struct AdditiveSums {
 // What the exact backward pass has for a tile of queries, and besides: exponentials, gradients of scores by vectors of keys, sums.
 template <class T, class Real, bool kDrop>
 struct AdditiveBackwardBuffers : BackwardBuffers<T, Real, kDrop> {
-  Real *query, *by_keys, *by_query, *grad_slots, *temp;
+  Real *query, *by_keys, *by_query, *grad_slots;
   bool* marked_rows;
   T *query_row, *key_row;
-  int slot_stride;
+  int query_stride, slot_stride;
   AdditiveBackwardBuffers(const AttentionBackwardParams& params, Scratch& scratch) : BackwardBuffers<T, Real, kDrop>(params, scratch) {
     const AttentionParams& p = params.forward;
     slot_stride = round_up(ScoreWeight<Real>::slots_of(p.head_dim), kLanes<Real>);
-    query = scratch.take<Real>(int64_t(kBwdTileQ) * slot_stride);
+    query_stride = ScoreWeight<Real>::row_stride_of(p.head_dim);
+    query = scratch.take<Real>(int64_t(kBwdTileQ) * query_stride);
     by_keys = scratch.take<Real>(kBwdTileQ * kBwdTileKV);                  // [vectors of keys][tile_q][kLanes]
     by_query = scratch.take<Real>(kBwdTileQ * kQuad * kLanes<Real>);
     grad_slots = scratch.take<Real>(int64_t(kBwdTileQ) * slot_stride);  // gradients of the queries, not yet times the weight
-    temp = scratch.take<Real>(slot_stride);
     marked_rows = scratch.take<bool>(kBwdTileQ);
     query_row = scratch.take<T>(p.head_dim);
     key_row = scratch.take<T>(p.head_dim);
@@ -227,10 +227,9 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
       // To rows of keys, times the weights; where those are not finite, all went the direct way.
       if (!keys.weight.finite) continue;
       for (int j = 0; j < seqlen_kv; j++)
-        for (int s = 0; s < keys.weight.slots; s++)
-          if (keys.weight.order[s] >= 0)
-            sums.grad_key[j * sums.key_stride + keys.weight.order[s]] +=
-                keys.weight.by_slot[s] * keys.grad_key[(int64_t(j / kPanel<Real>) * keys.weight.slots + s) * kPanel<Real> + j % kPanel<Real>];
+        for (int d = 0; d < head_dim; d++)
+          sums.grad_key[j * sums.key_stride + d] +=
+              keys.weight.weight[d] * keys.grad_key[(int64_t(j / kPanel<Real>) * keys.weight.slots + d) * kPanel<Real> + j % kPanel<Real>];
     }
   }
 
@@ -241,7 +240,7 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
     for (int begin = 0; begin < p.seqlen_kv; begin += kTileKV) {
       const int rows = min_of(kTileKV, int(p.seqlen_kv) - begin);
       const auto k = adjacent_columns(key, begin, rows, head_dim, buf.key_temp);
-      pack_exponential_keys(keys.weight, k.data, k.row_stride, rows, keys.key + int64_t(begin) * keys.weight.slots, keys.marked + begin, keys.raw,
+      pack_exponential_keys(keys.weight, k.data, k.row_stride, rows, keys.key + int64_t(begin) * keys.weight.slots * kKeyParts, keys.marked + begin, keys.raw,
                             keys.top + begin / kTileKV);
       if (!values) continue;
       const auto v = adjacent_columns(value, begin, rows, head_dim_v, buf.value_temp);
@@ -252,10 +251,10 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
   void query_tile(int64_t batch, int head_kv, int rows, const ScoreMods<Real>& mods, const Keys& keys, const Sums& sums, double* grad_weight,
                   const Buffers& buf) const {
     this->pack_queries(batch, rows, false, buf);
-    const int head = buf.rows[0].head, slots = keys.weight.slots;
+    const int head = buf.rows[0].head;
     const Matrix<const T> query = matrix<const T>(p, p.query, batch, head), key = matrix<const T>(p, p.key, batch, head_kv);
     Real query_top;
-    pack_exponential_rows(keys.weight, query.from(buf.rows[0].query), rows, buf.query, buf.slot_stride, buf.marked_rows, buf.temp, &query_top);
+    pack_exponential_rows(keys.weight, query.from(buf.rows[0].query), rows, buf.query, buf.marked_rows, &query_top);
     memset(buf.grad_slots, 0, int64_t(kTileQ) * buf.slot_stride * sizeof(Real));
     // Of pairs that go the direct way, by columns, with the weights.
     memset(buf.grad_query, 0, int64_t(kTileQ) * sums.key_stride * sizeof(Real));
@@ -289,8 +288,7 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
     if (!params.grad_query.data) return;
     for (int i = 0; i < rows; i++) {
       Real* row = buf.grad_query + i * sums.key_stride;
-      for (int s = 0; s < slots && keys.weight.finite; s++)
-        if (keys.weight.order[s] >= 0) row[keys.weight.order[s]] += keys.weight.by_slot[s] * buf.grad_slots[int64_t(i) * buf.slot_stride + s];
+      for (int d = 0; d < p.head_dim && keys.weight.finite; d++) row[d] += keys.weight.weight[d] * buf.grad_slots[int64_t(i) * buf.slot_stride + d];
       const Matrix<T> to = matrix<T>(p, params.grad_query, batch, head);
       store_row(row, int(p.head_dim), Real(1), to.row(buf.rows[i].query), to.col_stride);
     }
@@ -318,7 +316,7 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
     const int begin = round_down(seen.begin, P), end = seen.end, left = begin - kv_begin, cols = round_up(end - begin, P);
     Real *scores = buf.probs + i0 * kTileKV + left, *grads = buf.grad_scores + i0 * kTileKV + left;
     const TileRow* tile_rows = buf.rows + i0;
-    additive_scores(rows, cols, cap, keys.weight, buf.query + int64_t(i0) * buf.slot_stride, buf.slot_stride, keys.key + int64_t(begin) * keys.weight.slots,
+    additive_scores(rows, cols, cap, keys.weight, buf.query + int64_t(i0) * buf.query_stride, keys.key + int64_t(begin) * keys.weight.slots * kKeyParts,
                     scores, kTileKV);
     const auto for_marked = [&](const auto& f) {
       for_each_marked_pair(mods, tile_rows, buf.marked_rows + i0, rows, begin, end, keys.marked + begin, !keys.weight.finite, f);
@@ -397,8 +395,9 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
       V by_weight[kQuad] = {V(Real(0)), V(Real(0)), V(Real(0)), V(Real(0))};
       for (int j = round_down(all.begin, kN); j < all.end; j += kN) {
         const int64_t at = (int64_t(j / P) * slots + s) * P + j % P;
-        V key[kQuad], by_key[kQuad], part[kQuad];
-        for (int c = 0; c < kQuad; c++) key[c] = V::load(keys.key + at + c * P), by_key[c] = part[c] = V(Real(0));
+        const Real* const key = keys.key + (int64_t(j / P) * slots + s) * kKeyParts * P + j % P;
+        V by_key[kQuad], part[kQuad];
+        for (int c = 0; c < kQuad; c++) by_key[c] = part[c] = V(Real(0));
         for (int begin = 0; begin < rows;) {
           // Runs of blocks that see some of these keys.
           const auto sees = [&](int row) { return !is_empty(intersect(seen[row / kBlockRows], j, j + kN)); };
@@ -406,7 +405,7 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
           int end = begin;
           while (end < rows && sees(end)) end += kBlockRows;
           if (begin >= rows) break;
-          additive_gradient_rows<kCap>(min_of(end, rows) - begin, buf.query + int64_t(begin) * buf.slot_stride + s, buf.slot_stride, key,
+          additive_gradient_rows<kCap>(min_of(end, rows) - begin, buf.query + int64_t(begin) * buf.query_stride + s, buf.query_stride, key,
                                        by_keys(buf, j - kv_begin, begin), buf.by_query + int64_t(begin) * kQuad * kN, by_key, part);
           begin = end;
         }
@@ -418,7 +417,7 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
       for (int i = 0; i < rows; i++)
         for (int c = 0; c < kQuad; c++) buf.grad_slots[int64_t(i) * buf.slot_stride + s + c] += reduce_add(V::load(buf.by_query + (i * kQuad + c) * kN));
       for (int c = 0; c < kQuad; c++)
-        if (keys.weight.order[s + c] >= 0) grad_weight[keys.weight.order[s + c]] += double(reduce_add(by_weight[c]));
+        if (s + c < keys.weight.head_dim) grad_weight[s + c] += double(reduce_add(by_weight[c]));
     }
   }
 };

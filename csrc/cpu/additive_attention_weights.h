@@ -21,7 +21,7 @@ struct AdditiveWeights {
 
   struct Buffers {
     ScoreWeight<Real> weight;
-    Real *query, *key, *scores, *temp;  // [tile_q][query_stride], [panels][slots][kPanel], [block][tile_kv]
+    Real *query, *key, *scores, *temp;  // [tile_q][query_stride], [panels][slots][kKeyParts][kPanel], [block][tile_kv]
     bool *marked_rows, *marked_keys;
     uint32_t* dropout_bits;
     T *query_row, *key_row, *key_temp;
@@ -38,11 +38,11 @@ struct AdditiveWeights {
     Buffers b;
     const int slots = ScoreWeight<Real>::slots_of(p.head_dim);
     b.weight = ScoreWeight<Real>::take(p.head_dim, s);
-    b.query_stride = round_up(slots, kLanes<Real>);
+    b.query_stride = ScoreWeight<Real>::row_stride_of(p.head_dim);
     b.query = s.take<Real>(int64_t(kTileQ) * b.query_stride);
-    b.key = s.take<Real>(int64_t(kTileKV) * slots);
+    b.key = s.take<Real>(int64_t(kTileKV) * slots * kKeyParts);
     b.scores = s.take<Real>(kBlockRows * kTileKV);
-    b.temp = s.take<Real>(int64_t(b.query_stride + 1) * kPanel<Real>);
+    b.temp = s.take<Real>(int64_t(slots + 1) * kPanel<Real>);
     b.marked_rows = s.take<bool>(kTileQ);
     b.marked_keys = s.take<bool>(kTileKV);
     b.dropout_bits = s.take<uint32_t>(kDrop ? Dropout::row_bits_size(kTileKV) : 0);
@@ -84,7 +84,7 @@ struct AdditiveWeights {
       const int row = int(chosen.rows ? chosen.rows[row_begin + i] : row_begin + i);
       tile_rows[i] = {head, row, mask.row(row)};
       Real top;
-      pack_exponential_rows(buf.weight, query.from(row), 1, buf.query + int64_t(i) * buf.query_stride, buf.query_stride, buf.marked_rows + i, buf.temp, &top);
+      pack_exponential_rows(buf.weight, query.from(row), 1, buf.query + int64_t(i) * buf.query_stride, buf.marked_rows + i, &top);
       query_top = top > query_top ? top : query_top;
     }
     const auto k = adjacent_columns(key, key_begin, keys, int(p.head_dim), buf.key_temp);
@@ -92,7 +92,7 @@ struct AdditiveWeights {
     for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
       const int count = min_of(kBlockRows, rows - i0);
       const TileRow* block = tile_rows + i0;
-      additive_scores(count, cols, query_top + key_top > AdditiveRange<Real>::kSum, buf.weight, buf.query + int64_t(i0) * buf.query_stride, buf.query_stride,
+      additive_scores(count, cols, query_top + key_top > AdditiveRange<Real>::kSum, buf.weight, buf.query + int64_t(i0) * buf.query_stride,
                       buf.key, buf.scores, kTileKV);
       for_each_marked_pair(mods, block, buf.marked_rows + i0, count, key_begin, key_begin + keys, buf.marked_keys, !buf.weight.finite, [&](int i, int j) {
         buf.scores[i * kTileKV + j - key_begin] =
