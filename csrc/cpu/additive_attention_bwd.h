@@ -264,6 +264,9 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
       const BlockKeys& block = blocks[i / kBlockRows] = BlockKeys(buf.rows + i, min_of(kBlockRows, rows - i));
       main = hull(main, block.main), sinks = hull(sinks, block.sinks);
     }
+    bool coarse = false;
+    for (int i = 0; i < rows; i++) coarse = coarse || lse_is_coarse<T>(buf.row_lse[i]);
+    if (coarse) normalise_again(rows, blocks, hull(main, sinks), query_top, mods, query, key, keys, buf);
     int next = 0;
     const Interval ranges[] = {sinks, main};
     for (const Interval range : ranges)
@@ -277,7 +280,7 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
           const Interval s = seen[i0 / kBlockRows] =
               mods.runs(buf.rows + i0, count, blocks[i0 / kBlockRows].within(kv_begin, kv_end), kPanel<Real>, nullptr).hull();
           if (is_empty(s)) zero_block(buf, i0, kv_begin, kv_begin, kv_end);
-          else block_of_rows(batch, i0, count, kv_begin, kv_end, s, blocks[i0 / kBlockRows], cap, mods, query, key, keys, sums, grad_weight, buf);
+          else block_of_rows(batch, i0, count, kv_begin, kv_end, s, blocks[i0 / kBlockRows], cap, coarse, mods, query, key, keys, sums, grad_weight, buf);
         }
         if (params.grad_value.data) add_grad_value(rows, kv_begin, kv_end, seen, sums, buf);
         if (params.grad_query.data || params.grad_key.data || additive.grad_score_weight) {
@@ -309,34 +312,22 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
   }
 
   // Probabilities, in rows, and gradients of the scores, by vectors of keys, of one block of rows; 0 outside of what it sees.
-  void block_of_rows(int64_t batch, int i0, int rows, int kv_begin, int kv_end, Interval seen, const BlockKeys& block, bool cap, const ScoreMods<Real>& mods,
-                     const Matrix<const T>& query, const Matrix<const T>& key, const Keys& keys, const Sums& sums, double* grad_weight,
-                     const Buffers& buf) const {
+  void block_of_rows(int64_t batch, int i0, int rows, int kv_begin, int kv_end, Interval seen, const BlockKeys& block, bool cap, bool coarse,
+                     const ScoreMods<Real>& mods, const Matrix<const T>& query, const Matrix<const T>& key, const Keys& keys, const Sums& sums,
+                     double* grad_weight, const Buffers& buf) const {
     constexpr int P = kPanel<Real>;
     const int begin = round_down(seen.begin, P), end = seen.end, left = begin - kv_begin, cols = round_up(end - begin, P);
     Real *scores = buf.probs + i0 * kTileKV + left, *grads = buf.grad_scores + i0 * kTileKV + left;
     const TileRow* tile_rows = buf.rows + i0;
-    additive_scores(rows, cols, cap, keys.weight, buf.query + int64_t(i0) * buf.query_stride, keys.key + int64_t(begin) * keys.weight.slots * kKeyParts,
-                    scores, kTileKV);
-    const auto for_marked = [&](const auto& f) {
-      for_each_marked_pair(mods, tile_rows, buf.marked_rows + i0, rows, begin, end, keys.marked + begin, !keys.weight.finite, f);
-    };
-    const auto rows_of_pair = [&](int i, int j, const T** q, const T** k) {
-      *q = whole_row(query, tile_rows[i].query, int(p.head_dim), buf.query_row);
-      *k = whole_row(key, j, int(p.head_dim), buf.key_row);
-    };
-    for_marked([&](int i, int j) {
-      const T *q, *k;
-      rows_of_pair(i, j, &q, &k);
-      scores[i * kTileKV + j - begin] = keys.weight.direct(q, k);
-    });
     gemm<Left::RowMajor, Store::Overwrite>(rows, end - begin, int(p.head_dim_v), buf.grad_out_rows + int64_t(i0) * buf.grad_out_stride, buf.grad_out_stride,
                                            keys.value_transposed + begin / P * keys.value_stride, keys.value_stride, grads, kTileKV);
-    const Real factor = mods.apply(tile_rows, rows, begin, end, scores, kTileKV, nullptr, nullptr);
-    const bool full = covers(block.full, begin, begin + cols);
-    if (!full)
-      for (int i = 0; i < rows; i++) mask_row(scores + i * kTileKV, cols, begin, tile_rows[i].keys);
-    const bool select = !full || mods.hides();
+    Real factor = block_scores(i0, rows, begin, end, cap, block, mods, query, key, keys, scores, buf);
+    if (coarse) {
+      for (int i = 0; i < rows; i++)
+        for (int j = 0; j < cols; j += V::kLanes) (V::load(scores + i * kTileKV + j) * V(factor) - V(buf.row_shift[i0 + i])).store(scores + i * kTileKV + j);
+      factor = Real(1);
+    }
+    const bool select = !covers(block.full, begin, begin + cols) || mods.hides();
     for (int i = 0; i < rows; i++) {
       const Dropout dropout(p.dropout, batch, tile_rows[i].head, nullptr);
       const uint32_t* bits = kDrop ? dropout.row_bits(tile_rows[i].query, begin, cols, buf.dropout_bits) : nullptr;
@@ -345,11 +336,9 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
       if (select) score_gradient_row<true, kDrop>(s, g, cols, factor, lse, low, delta, &dropout, bits);
       else score_gradient_row<false, kDrop>(s, g, cols, factor, lse, low, delta, &dropout, bits);
     }
-    for_marked([&](int i, int j) {
+    for_marked(i0, rows, begin, end, mods, query, key, keys, buf, [&](int i, int j, const T* q, const T* k) {
       Real& grad = grads[i * kTileKV + j - begin];
       if (grad == 0) return;
-      const T *q, *k;
-      rows_of_pair(i, j, &q, &k);
       direct_gradient(grad, q, k, keys.weight.weight, buf.grad_query + int64_t(i0 + i) * sums.key_stride, sums.grad_key + int64_t(j) * sums.key_stride,
                       grad_weight);
       grad = 0;
@@ -358,6 +347,53 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
     zero_block(buf, i0, kv_begin, begin + cols, kv_end);
     for (int i = 0; i < rows; i++)
       for (int j = 0; j < cols; j += V::kLanes) V::load(grads + i * kTileKV + j).store(by_keys(buf, left + j, i0 + i));
+  }
+
+  // Calls f(row, key, elements of the row, elements of the key) for the visible pairs of a block that are out of range.
+  template <class F>
+  void for_marked(int i0, int rows, int begin, int end, const ScoreMods<Real>& mods, const Matrix<const T>& query, const Matrix<const T>& key, const Keys& keys,
+                  const Buffers& buf, const F& f) const {
+    for_each_marked_pair(mods, buf.rows + i0, buf.marked_rows + i0, rows, begin, end, keys.marked + begin, !keys.weight.finite, [&](int i, int j) {
+      f(i, j, whole_row(query, buf.rows[i0 + i].query, int(p.head_dim), buf.query_row), whole_row(key, j, int(p.head_dim), buf.key_row));
+    });
+  }
+
+  // Scores of a block of rows and the keys [begin, end) from a whole panel on, hidden ones -inf. Returns what they are still to be multiplied by.
+  Real block_scores(int i0, int rows, int begin, int end, bool cap, const BlockKeys& block, const ScoreMods<Real>& mods, const Matrix<const T>& query,
+                    const Matrix<const T>& key, const Keys& keys, Real* scores, const Buffers& buf) const {
+    const int cols = round_up(end - begin, kPanel<Real>);
+    additive_scores(rows, cols, cap, keys.weight, buf.query + int64_t(i0) * buf.query_stride, keys.key + int64_t(begin) * keys.weight.slots * kKeyParts, scores,
+                    kTileKV);
+    for_marked(i0, rows, begin, end, mods, query, key, keys, buf,
+               [&](int i, int j, const T* q, const T* k) { scores[i * kTileKV + j - begin] = keys.weight.direct(q, k); });
+    const Real factor = scale_large(keys.weight, rows, cols, mods.apply(buf.rows + i0, rows, begin, end, scores, kTileKV, nullptr, nullptr), scores, kTileKV);
+    if (!covers(block.full, begin, begin + cols))
+      for (int i = 0; i < rows; i++) mask_row(scores + i * kTileKV, cols, begin, buf.rows[i0 + i].keys);
+    return factor;
+  }
+
+  // The maximum and sum of the rows whose lse is too coarse: row_shift and row_lse of a tile, from one more pass over its scores.
+  __attribute__((noinline)) void normalise_again(int rows, const BlockKeys* blocks, Interval all, Real query_top, const ScoreMods<Real>& mods,
+                                                 const Matrix<const T>& query, const Matrix<const T>& key, const Keys& keys, const Buffers& buf) const {
+    buf.coarse.clear(kTileQ);
+    for (int kv_begin = round_down(all.begin, kTileKV); kv_begin < all.end; kv_begin += kTileKV)
+      for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
+        const BlockKeys& block = blocks[i0 / kBlockRows];
+        const int count = min_of(kBlockRows, rows - i0);
+        const Interval seen = mods.runs(buf.rows + i0, count, block.within(kv_begin, min_of(kv_begin + kTileKV, all.end)), kPanel<Real>, nullptr).hull();
+        if (is_empty(seen)) continue;
+        const int begin = round_down(seen.begin, kPanel<Real>);
+        const bool cap = query_top + keys.top[kv_begin / kTileKV] > AdditiveRange<Real>::kSum;
+        const Real factor = block_scores(i0, count, begin, seen.end, cap, block, mods, query, key, keys, buf.probs, buf);
+        softmax_block<Real, false>(count, round_up(seen.end - begin, kPanel<Real>), kTileKV, buf.probs, buf.probs, factor, buf.coarse.from(i0), 0,
+                                   BlockDropout<Real>());
+      }
+    for (int i = 0; i < rows; i++) {
+      if (!lse_is_coarse<T>(buf.row_lse[i])) continue;
+      buf.row_shift[i] = buf.coarse.row_max[i];
+      buf.row_lse_low[i] = 0;
+      buf.row_lse[i] = log2(V(reduce_add(V::load(buf.coarse.row_sum + i * kLanes<Real>)))).v[0];
+    }
   }
 
   static Real* by_keys(const Buffers& buf, int col, int row) { return buf.by_keys + (int64_t(col / V::kLanes) * kTileQ + row) * V::kLanes; }

@@ -140,13 +140,14 @@ struct AdditiveForward {
                      const Matrix<const T>& value, const Buffers& buf) const {
     const int begin = round_down(seen.begin, kPanel<Real>), end = seen.end, cols = round_up(end - begin, kPanel<Real>);
     const TileRow* tile_rows = buf.rows + i0;
-    additive_scores(rows, cols, cap, buf.weight, buf.query + int64_t(i0) * buf.query_stride,
-                    buf.key + int64_t(begin - kv_begin) * buf.weight.slots * kKeyParts, buf.scores, kTileKV);
+    additive_scores(rows, cols, cap, buf.weight, buf.query + int64_t(i0) * buf.query_stride, buf.key + int64_t(begin - kv_begin) * buf.weight.slots * kKeyParts,
+                    buf.scores, kTileKV);
     for_each_marked_pair(mods, tile_rows, buf.marked_rows + i0, rows, begin, end, buf.marked_keys + begin - kv_begin, !buf.weight.finite, [&](int i, int j) {
       buf.scores[i * kTileKV + j - begin] =
           buf.weight.direct(whole_row(query, tile_rows[i].query, int(p.head_dim), buf.query_row), whole_row(key, j, int(p.head_dim), buf.key_row));
     });
-    const Real factor = mods.apply(tile_rows, rows, begin, end, buf.scores, kTileKV, nullptr, nullptr);
+    const Real factor =
+        scale_large(buf.weight, rows, cols, mods.apply(tile_rows, rows, begin, end, buf.scores, kTileKV, nullptr, nullptr), buf.scores, kTileKV);
     if (!covers(block.full, begin, begin + cols))
       for (int i = 0; i < rows; i++) mask_row(buf.scores + i * kTileKV, cols, begin, tile_rows[i].keys);
 

@@ -82,14 +82,14 @@ struct ScoreWeight {
   const Real* weight;   // [head_dim]
   Real* scaled;         // [slots] weight / scale, between -2 and 2; 0 behind the last column
   Real scale;           // a power of two
-  bool finite;
+  bool finite, large;   // large: scores may be so large that log2(e) times a score, rounded, is off by more than 1
 
   static int slots_of(int64_t head_dim) { return round_up(int(head_dim), kQuad); }
   // u - 1 of a row, then u.
   static int row_stride_of(int64_t head_dim) { return 2 * round_up(slots_of(head_dim), V::kLanes); }
   static ScoreWeight take(int64_t head_dim, Scratch& scratch) {
     ScoreWeight w;
-    w.head_dim = int(head_dim), w.slots = slots_of(head_dim), w.weight = nullptr, w.scale = 1, w.finite = true;
+    w.head_dim = int(head_dim), w.slots = slots_of(head_dim), w.weight = nullptr, w.scale = 1, w.finite = true, w.large = false;
     w.scaled = scratch.take<Real>(w.slots);
     return w;
   }
@@ -102,6 +102,7 @@ struct ScoreWeight {
     }
     const V exponent = typename V::Native(bit_cast_int(largest) & bit_cast_int(V(Real(INFINITY))));
     scale = finite ? exponent.v[0] : Real(1);
+    large = !finite || scale > Real(sizeof(Real) == 8 ? 0x1p52 : 0x1p23) / head_dim;
     for (int s = 0; s < slots; s++) scaled[s] = s < head_dim && finite ? from[s] / scale : Real(0);
   }
 
@@ -218,6 +219,23 @@ void additive_scores(int rows, int cols, bool cap, const ScoreWeight<Real>& weig
       else additive_score_vector<kRows, false>(rows - i, weight, q, query_stride, panel, to, stride);
     }
   }
+}
+
+// The softmax multiplies scores by `factor` and subtracts the largest product in one multiply-add. Of large scores that would leave the rounding
+// of the largest product, which may be larger than any exponent: those are multiplied here, rounded, and what is finite stays finite. Returns
+// what the scores are still to be multiplied by.
+template <class Real>
+Real scale_large(const ScoreWeight<Real>& weight, int rows, int cols, Real factor, Real* scores, int stride) {
+  using V = NativeVec<Real>;
+  if (!weight.large) return factor;
+  const V largest(-kLowestReal<Real>), lowest(kLowestReal<Real>);
+  for (int i = 0; i < rows; i++)
+    for (int j = 0; j < cols; j += V::kLanes) {
+      const V score = V::load(scores + i * stride + j), x = score * V(factor), above = x.v > largest.v ? largest.v : x.v;
+      const V bounded = above.v < lowest.v ? lowest.v : above.v, magnitude = abs(score);
+      V(magnitude.v <= largest.v ? bounded.v : x.v).store(scores + i * stride + j);
+    }
+  return Real(1);
 }
 
 // Elements of row `row` one after the other, as they are.
