@@ -27,8 +27,6 @@ SIMT_DEVICE float reciprocal(float x) { return simt::rcp(x); }
 SIMT_DEVICE double reciprocal(double x) { return 1.0 / x; }
 SIMT_DEVICE float smaller(float a, float b) { return fminf(a, b); }
 SIMT_DEVICE double smaller(double a, double b) { return fmin(a, b); }
-SIMT_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
-SIMT_DEVICE double larger(double a, double b) { return fmax(a, b); }
 SIMT_DEVICE float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 SIMT_DEVICE double multiply_add(double a, double b, double c) { return fma(a, b, c); }
 // The largest power of two up to a normal x > 0.
