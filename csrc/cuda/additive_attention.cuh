@@ -19,7 +19,7 @@ namespace cuda {
 namespace {
 
 template <class Tile, bool kKeyRows>
-constexpr int kAdditiveGradientBytes = kPairBytes<PairTiles<Tile, kKeyRows, AdditiveProduct<typename Tile::Real>>, Tile> +
+constexpr int kAdditiveGradientBytes = kPairBytes<PairTiles<Tile, kKeyRows, AdditiveProduct<typename Tile::Real, kKeyRows>>, Tile> +
                                        (Tile::kValues + Tile::kRows * Tile::kOutStride) * int(sizeof(typename Tile::Real));
 
 // Rows whose sums a thread holds in registers at a time.
@@ -40,11 +40,11 @@ SIMT_DEVICE void load_columns(typename Tile::Real (&to)[kQuad], const typename T
 // kKeyRows: grad_key of a tile of keys, over the queries of all heads that read it; otherwise grad_query and the share of grad_score_weight.
 template <class Tile, bool kKeyRows>
 __global__ void __launch_bounds__(Tile::kThreads, 2)
-    additive_gradient_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats, AdditiveProduct<typename Tile::Real> product,
-                             double* weight_parts) {
+    additive_gradient_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats,
+                             AdditiveProduct<typename Tile::Real, kKeyRows> product, double* weight_parts) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;
-  using Product = AdditiveProduct<Real>;
+  using Product = AdditiveProduct<Real, kKeyRows>;
   using Pairs = PairTiles<Tile, kKeyRows, Product>;
   constexpr int kVector = Tile::kVector, kRowsOf = Tile::kThreadRows;
   static_assert(Tile::kResultCols == kQuad && Tile::kRows == kAdditiveRows, "a thread owns one quad of columns in each of its rows");
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kWeightThreads)
 
 template <class T, bool kKeyRows>
 void launch_additive_gradient(const AttentionBackwardParams& params, const RowTable& table, const RowStats<Real<T>>& stats,
-                              const AdditiveProduct<Real<T>>& product, double* weight_parts, Stream stream) {
+                              const AdditiveProduct<Real<T>, kKeyRows>& product, double* weight_parts, Stream stream) {
   using Tile = FmaTile<T, 64, Products::kFma>;
   const AttentionParams& p = params.forward;
   const int64_t rows = kKeyRows ? p.seqlen_kv : p.seqlen_q, pieces = (p.head_dim + Tile::kOut - 1) / Tile::kOut;
@@ -252,6 +252,7 @@ void launch_additive_bwd(const AdditiveAttentionBackwardParams& additive, void* 
   const RowTable& table = parts.attention.table;
   fill_row_table(p, table, stream);
   const AdditiveProduct<Real<T>> product{(const Real<T>*)additive.score_weight, additive.weight_head_stride};
+  const AdditiveProduct<Real<T>, true> of_keys{product.weights, product.head_stride};
   const RowStats<Real<T>> stats{(Real<T>*)parts.attention.shift, (Real<T>*)parts.attention.lse, (Real<T>*)parts.attention.delta};
   StatsParams request;
   request.forward = p;
@@ -260,8 +261,8 @@ void launch_additive_bwd(const AdditiveAttentionBackwardParams& additive, void* 
   launch_fma_stats<T, Products::kFma>(request, table, stats, product, stream);
 
   if (params.grad_query.data || parts.weight_parts) launch_additive_gradient<T, false>(params, table, stats, product, parts.weight_parts, stream);
-  if (params.grad_key.data) launch_additive_gradient<T, true>(params, table, stats, product, nullptr, stream);
-  if (params.grad_value.data) launch_fma_gradient_of<T, Products::kFma, Gradient::kValue>(params, p.head_dim_v, table, stats, product, stream);
+  if (params.grad_key.data) launch_additive_gradient<T, true>(params, table, stats, of_keys, nullptr, stream);
+  if (params.grad_value.data) launch_fma_gradient_of<T, Products::kFma, Gradient::kValue>(params, p.head_dim_v, table, stats, of_keys, stream);
   if (!additive.grad_score_weight || p.head_dim == 0) return;
   const bool per_head = additive.weight_head_stride != 0;
   const int64_t count = (per_head ? p.num_heads : 1) * p.head_dim;

@@ -106,8 +106,9 @@ SIMT_DEVICE Real<T> direct_score(const Rows<const T>& left, int64_t left_row, co
   return sum;
 }
 
-// As DotProduct, the template argument of the kernels of exact attention.
-template <class Real>
+// As DotProduct, the template argument of the kernels of exact attention. kKeyRows: the left rows are keys. Scores are the same bits either way:
+// rows of large scores are normalised by their largest one.
+template <class Real, bool kKeyRows = false>
 struct AdditiveProduct {
   const Real* weights;  // [head_dim], or [num_heads][head_dim]
   int64_t head_stride;
@@ -144,9 +145,10 @@ struct AdditiveProduct {
       if (col > 0) __syncthreads();
       const auto put = [&](uint8_t* marks) { return [marks, col](int r, bool any) { marks[r] = uint8_t((col > 0 && marks[r] != 0) || any); }; };
       if (!left_stays)
-        stage_exponentials<Tile::kRows, kStaged, kStride, kThreads, false>(left_tile, left_tile + kStaged, left, col, dim, left_row, Real(1), put(left_marks));
-      stage_exponentials<Tile::kCols, kStaged, kStride, kThreads, true>(right_tile, right_tile + kStaged, right, col, dim, right_row, Real(0.5),
-                                                                        put(right_marks));
+        stage_exponentials<Tile::kRows, kStaged, kStride, kThreads, kKeyRows>(left_tile, left_tile + kStaged, left, col, dim, left_row,
+                                                                              Real(kKeyRows ? 0.5 : 1), put(left_marks));
+      stage_exponentials<Tile::kCols, kStaged, kStride, kThreads, !kKeyRows>(right_tile, right_tile + kStaged, right, col, dim, right_row,
+                                                                             Real(kKeyRows ? 1 : 0.5), put(right_marks));
       if (threadIdx.x < 32) {
         const int d = int(threadIdx.x);
         const Real w = d < kStaged && col + d < dim ? weight[col + d] : Real(0);
@@ -154,7 +156,7 @@ struct AdditiveProduct {
         Real size = larger(w < 0 ? -w : w, AdditiveRange<Real>::kNormal);
 #pragma unroll
         for (int other = 1; other < kQuad; other *= 2) size = larger(size, __shfl_xor_sync(0xffffffffu, size, other));
-        const Real scale = power_of_two(size);
+        const Real scale = out ? Real(1) : power_of_two(size);
         if (d < kStaged) weight_tile[d] = out ? Real(0) : w / scale;
         if (d < kStaged && d % kQuad == 0) scale_tile[d / kQuad] = scale;
         if (d == 0) put(weight_mark)(0, out);
@@ -185,6 +187,17 @@ struct AdditiveProduct {
   }
 
  private:
+  // A quad of one row: u and u - 1 of a query; P / 2, R / 2 and Q / 2 of a key.
+  struct Side {
+    Real value[kQuad], less_one[kQuad], positive[kQuad];
+    SIMT_DEVICE void load(const Real* from, int second, bool of_key) {
+      load_quad(value, from), load_quad(less_one, from + second);
+#pragma unroll
+      for (int c = 0; c < kQuad; c++)
+        if (of_key) positive[c] = larger(less_one[c], Real(0)), less_one[c] = smaller(less_one[c], Real(0));
+    }
+  };
+
   // Rows whose exponentials a thread holds in registers at a time.
   static constexpr int kRowsAtATime = 4;
 
@@ -203,24 +216,22 @@ struct AdditiveProduct {
       const Real scale = scales[k / kQuad];
 #pragma unroll
       for (int i0 = 0; i0 < Tile::kThreadRows; i0 += kRowsAtATime) {
-        Real u[kRowsAtATime][kQuad], m[kRowsAtATime][kQuad];
+        Side a[kRowsAtATime];
 #pragma unroll
-        for (int i = 0; i < kRowsAtATime; i++) {
-          load_quad(u[i], left + 8 * (i0 + i) * Tile::kStride + k);
-          load_quad(m[i], left + 8 * (i0 + i) * Tile::kStride + kStaged + k);
-        }
+        for (int i = 0; i < kRowsAtATime; i++) a[i].load(left + 8 * (i0 + i) * Tile::kStride + k, kStaged, kKeyRows);
 #pragma unroll
         for (int j = 0; j < Tile::kThreadCols; j++) {
-          Real b[kQuad], positive[kQuad], negative[kQuad];
-          load_quad(b, right + 16 * j * Tile::kStride + k);
-          load_quad(negative, right + 16 * j * Tile::kStride + kStaged + k);
-#pragma unroll
-          for (int c = 0; c < kQuad; c++) positive[c] = larger(negative[c], Real(0)), negative[c] = smaller(negative[c], Real(0));
+          Side b;
+          b.load(right + 16 * j * Tile::kStride + k, kStaged, !kKeyRows);
 #pragma unroll
           for (int i = 0; i < kRowsAtATime; i++) {
+            const Side &query = kKeyRows ? b : a[i], &key = kKeyRows ? a[i] : b;
             Real n[kQuad], d[kQuad];
 #pragma unroll
-            for (int c = 0; c < kQuad; c++) n[c] = half_excess(u[i][c], m[i][c], b[c], positive[c], negative[c]), d[c] = n[c] + Real(1), n[c] *= w[c];
+            for (int c = 0; c < kQuad; c++) {
+              n[c] = half_excess(query.value[c], query.less_one[c], key.value[c], key.positive[c], key.less_one[c]);
+              d[c] = n[c] + Real(1), n[c] *= w[c];
+            }
             const Real low = d[0] * d[1], high = d[2] * d[3];
             const Real numerator_low = multiply_add(n[0], d[1], n[1] * d[0]), numerator_high = multiply_add(n[2], d[3], n[3] * d[2]);
             const Real numerator = multiply_add(numerator_low, high, numerator_high * low);
