@@ -4,7 +4,7 @@
 //
 //   grad_query_id = w_d sum_j G_ij (1 - t_ijd^2)   grad_key_jd = w_d sum_i G_ij (1 - t_ijd^2)   grad_w_d = sum_ij G_ij t_ijd
 //
-// with t = 1 - 1/P and 1 - t^2 = (1/P) (2 - 1/P). How a head is cut into chunks of queries follows from the shape and the mask: sums do not
+// with t = N/D, D = N + 1, and 1 - t^2 = (N + D) / D^2, which is 0 where t is saturated. How a head is cut into chunks of queries follows from the shape and the mask: sums do not
 // depend on the threads.
 
 #include "additive_scores.h"
@@ -15,27 +15,27 @@ namespace tiled_attention {
 inline namespace KERNEL_ISA {
 
 // Adds what `rows` rows and one vector of keys give in one quad. `grads` [rows][kLanes] are the gradients of the scores, `by_query`
-// [rows][kQuad][kLanes] sums over keys, lane by lane. One division gives the four 1/P of a pair.
+// [rows][kQuad][kLanes] sums over keys, lane by lane. One division gives the four 1/D of a pair.
 template <bool kCap, class Real>
-ALWAYS_INLINE void additive_gradient_rows(int rows, const Real* query, int query_stride, const NativeVec<Real> (&key)[kQuad], const Real* grads, Real* by_query,
+ALWAYS_INLINE void additive_gradient_rows(int rows, const Real* query, int query_stride, const Real* key, const Real* grads, Real* by_query,
                                           NativeVec<Real> (&by_key)[kQuad], NativeVec<Real> (&by_weight)[kQuad]) {
   using V = NativeVec<Real>;
   const V one(Real(1));
 #pragma GCC unroll 1
   for (int i = 0; i < rows; i++, query += query_stride, grads += V::kLanes, by_query += kQuad * V::kLanes) {
     const V grad = V::load(grads);
-    V p[kQuad];
+    V n[kQuad], d[kQuad];
 #pragma GCC unroll 4
-    for (int c = 0; c < kQuad; c++) p[c] = half_denominator<kCap>(V(query[c]), key[c]);
-    const V low = p[0] * p[1], high = p[2] * p[3], inverse = one / (low * high);
+    for (int c = 0; c < kQuad; c++) n[c] = half_excess<kCap>(query[c], query[query_stride / 2 + c], key + c * kKeyParts * kPanel<Real>), d[c] = n[c] + one;
+    const V low = d[0] * d[1], high = d[2] * d[3], inverse = one / (low * high);
     const V inverse_low = high * inverse, inverse_high = low * inverse;
-    const V r[kQuad] = {p[1] * inverse_low, p[0] * inverse_low, p[3] * inverse_high, p[2] * inverse_high};
+    const V r[kQuad] = {d[1] * inverse_low, d[0] * inverse_low, d[3] * inverse_high, d[2] * inverse_high};
 #pragma GCC unroll 4
     for (int c = 0; c < kQuad; c++) {
-      const V t = one - r[c], slope = grad * r[c] * (one + t);
+      const V slope = grad * r[c] * (r[c] * (n[c] + d[c]));
       (V::load(by_query + c * V::kLanes) + slope).store(by_query + c * V::kLanes);
       by_key[c] = by_key[c] + slope;
-      by_weight[c] = multiply_add(grad, t, by_weight[c]);
+      by_weight[c] = multiply_add(grad, n[c] * r[c], by_weight[c]);
     }
   }
 }
@@ -44,7 +44,7 @@ ALWAYS_INLINE void additive_gradient_rows(int rows, const Real* query, int query
 template <class Real>
 struct AdditiveKeys {
   ScoreWeight<Real> weight;
-  Real *key, *value_transposed;  // [panels of keys][slots][kPanel], [panels of keys][head_dim_v][kPanel]
+  Real *key, *value_transposed;  // [panels of keys][slots][kKeyParts][kPanel], [panels of keys][head_dim_v][kPanel]
   bool* marked;                  // [seqlen_kv, whole tiles]
   Real* top;                     // [tiles] the largest argument
   Real* grad_key;                // [panels of keys][slots][kPanel], not yet times the weight
@@ -55,7 +55,7 @@ struct AdditiveKeys {
     const int64_t padded = round_up(int(p.seqlen_kv), kBwdTileKV), slots = ScoreWeight<Real>::slots_of(p.head_dim);
     weight = ScoreWeight<Real>::take(p.head_dim, scratch);
     value_stride = p.head_dim_v * kPanel<Real>;
-    key = scratch.take<Real>(padded * slots);
+    key = scratch.take<Real>(padded * slots * kKeyParts);
     value_transposed = scratch.take<Real>(padded * p.head_dim_v);
     marked = scratch.take<bool>(padded);
     top = scratch.take<Real>(padded / kBwdTileKV);
@@ -94,18 +94,18 @@ struct AdditiveSums {
 // What the exact backward pass has for a tile of queries, and besides: exponentials, gradients of scores by vectors of keys, sums.
 template <class T, class Real, bool kDrop>
 struct AdditiveBackwardBuffers : BackwardBuffers<T, Real, kDrop> {
-  Real *query, *by_keys, *by_query, *grad_slots, *temp;
+  Real *query, *by_keys, *by_query, *grad_slots;
   bool* marked_rows;
   T *query_row, *key_row;
-  int slot_stride;
+  int query_stride, slot_stride;
   AdditiveBackwardBuffers(const AttentionBackwardParams& params, Scratch& scratch) : BackwardBuffers<T, Real, kDrop>(params, scratch) {
     const AttentionParams& p = params.forward;
     slot_stride = round_up(ScoreWeight<Real>::slots_of(p.head_dim), kLanes<Real>);
-    query = scratch.take<Real>(int64_t(kBwdTileQ) * slot_stride);
+    query_stride = ScoreWeight<Real>::row_stride_of(p.head_dim);
+    query = scratch.take<Real>(int64_t(kBwdTileQ) * query_stride);
     by_keys = scratch.take<Real>(kBwdTileQ * kBwdTileKV);                  // [vectors of keys][tile_q][kLanes]
     by_query = scratch.take<Real>(kBwdTileQ * kQuad * kLanes<Real>);
     grad_slots = scratch.take<Real>(int64_t(kBwdTileQ) * slot_stride);  // gradients of the queries, not yet times the weight
-    temp = scratch.take<Real>(slot_stride);
     marked_rows = scratch.take<bool>(kBwdTileQ);
     query_row = scratch.take<T>(p.head_dim);
     key_row = scratch.take<T>(p.head_dim);
@@ -227,10 +227,9 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
       // To rows of keys, times the weights; where those are not finite, all went the direct way.
       if (!keys.weight.finite) continue;
       for (int j = 0; j < seqlen_kv; j++)
-        for (int s = 0; s < keys.weight.slots; s++)
-          if (keys.weight.order[s] >= 0)
-            sums.grad_key[j * sums.key_stride + keys.weight.order[s]] +=
-                keys.weight.by_slot[s] * keys.grad_key[(int64_t(j / kPanel<Real>) * keys.weight.slots + s) * kPanel<Real> + j % kPanel<Real>];
+        for (int d = 0; d < head_dim; d++)
+          sums.grad_key[j * sums.key_stride + d] +=
+              keys.weight.weight[d] * keys.grad_key[(int64_t(j / kPanel<Real>) * keys.weight.slots + d) * kPanel<Real> + j % kPanel<Real>];
     }
   }
 
@@ -241,7 +240,7 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
     for (int begin = 0; begin < p.seqlen_kv; begin += kTileKV) {
       const int rows = min_of(kTileKV, int(p.seqlen_kv) - begin);
       const auto k = adjacent_columns(key, begin, rows, head_dim, buf.key_temp);
-      pack_exponential_keys(keys.weight, k.data, k.row_stride, rows, keys.key + int64_t(begin) * keys.weight.slots, keys.marked + begin, keys.raw,
+      pack_exponential_keys(keys.weight, k.data, k.row_stride, rows, keys.key + int64_t(begin) * keys.weight.slots * kKeyParts, keys.marked + begin, keys.raw,
                             keys.top + begin / kTileKV);
       if (!values) continue;
       const auto v = adjacent_columns(value, begin, rows, head_dim_v, buf.value_temp);
@@ -252,10 +251,10 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
   void query_tile(int64_t batch, int head_kv, int rows, const ScoreMods<Real>& mods, const Keys& keys, const Sums& sums, double* grad_weight,
                   const Buffers& buf) const {
     this->pack_queries(batch, rows, false, buf);
-    const int head = buf.rows[0].head, slots = keys.weight.slots;
+    const int head = buf.rows[0].head;
     const Matrix<const T> query = matrix<const T>(p, p.query, batch, head), key = matrix<const T>(p, p.key, batch, head_kv);
     Real query_top;
-    pack_exponential_rows(keys.weight, query.from(buf.rows[0].query), rows, buf.query, buf.slot_stride, buf.marked_rows, buf.temp, &query_top);
+    pack_exponential_rows(keys.weight, query.from(buf.rows[0].query), rows, buf.query, buf.marked_rows, &query_top);
     memset(buf.grad_slots, 0, int64_t(kTileQ) * buf.slot_stride * sizeof(Real));
     // Of pairs that go the direct way, by columns, with the weights.
     memset(buf.grad_query, 0, int64_t(kTileQ) * sums.key_stride * sizeof(Real));
@@ -265,6 +264,9 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
       const BlockKeys& block = blocks[i / kBlockRows] = BlockKeys(buf.rows + i, min_of(kBlockRows, rows - i));
       main = hull(main, block.main), sinks = hull(sinks, block.sinks);
     }
+    bool coarse = false;
+    for (int i = 0; i < rows; i++) coarse = coarse || lse_is_coarse<T>(buf.row_lse[i]);
+    if (coarse) normalise_again(rows, blocks, hull(main, sinks), query_top, mods, query, key, keys, buf);
     int next = 0;
     const Interval ranges[] = {sinks, main};
     for (const Interval range : ranges)
@@ -278,7 +280,7 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
           const Interval s = seen[i0 / kBlockRows] =
               mods.runs(buf.rows + i0, count, blocks[i0 / kBlockRows].within(kv_begin, kv_end), kPanel<Real>, nullptr).hull();
           if (is_empty(s)) zero_block(buf, i0, kv_begin, kv_begin, kv_end);
-          else block_of_rows(batch, i0, count, kv_begin, kv_end, s, blocks[i0 / kBlockRows], cap, mods, query, key, keys, sums, grad_weight, buf);
+          else block_of_rows(batch, i0, count, kv_begin, kv_end, s, blocks[i0 / kBlockRows], cap, coarse, mods, query, key, keys, sums, grad_weight, buf);
         }
         if (params.grad_value.data) add_grad_value(rows, kv_begin, kv_end, seen, sums, buf);
         if (params.grad_query.data || params.grad_key.data || additive.grad_score_weight) {
@@ -289,8 +291,7 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
     if (!params.grad_query.data) return;
     for (int i = 0; i < rows; i++) {
       Real* row = buf.grad_query + i * sums.key_stride;
-      for (int s = 0; s < slots && keys.weight.finite; s++)
-        if (keys.weight.order[s] >= 0) row[keys.weight.order[s]] += keys.weight.by_slot[s] * buf.grad_slots[int64_t(i) * buf.slot_stride + s];
+      for (int d = 0; d < p.head_dim && keys.weight.finite; d++) row[d] += keys.weight.weight[d] * buf.grad_slots[int64_t(i) * buf.slot_stride + d];
       const Matrix<T> to = matrix<T>(p, params.grad_query, batch, head);
       store_row(row, int(p.head_dim), Real(1), to.row(buf.rows[i].query), to.col_stride);
     }
@@ -311,34 +312,22 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
   }
 
   // Probabilities, in rows, and gradients of the scores, by vectors of keys, of one block of rows; 0 outside of what it sees.
-  void block_of_rows(int64_t batch, int i0, int rows, int kv_begin, int kv_end, Interval seen, const BlockKeys& block, bool cap, const ScoreMods<Real>& mods,
-                     const Matrix<const T>& query, const Matrix<const T>& key, const Keys& keys, const Sums& sums, double* grad_weight,
-                     const Buffers& buf) const {
+  void block_of_rows(int64_t batch, int i0, int rows, int kv_begin, int kv_end, Interval seen, const BlockKeys& block, bool cap, bool coarse,
+                     const ScoreMods<Real>& mods, const Matrix<const T>& query, const Matrix<const T>& key, const Keys& keys, const Sums& sums,
+                     double* grad_weight, const Buffers& buf) const {
     constexpr int P = kPanel<Real>;
     const int begin = round_down(seen.begin, P), end = seen.end, left = begin - kv_begin, cols = round_up(end - begin, P);
     Real *scores = buf.probs + i0 * kTileKV + left, *grads = buf.grad_scores + i0 * kTileKV + left;
     const TileRow* tile_rows = buf.rows + i0;
-    additive_scores(rows, cols, cap, keys.weight, buf.query + int64_t(i0) * buf.slot_stride, buf.slot_stride, keys.key + int64_t(begin) * keys.weight.slots,
-                    scores, kTileKV);
-    const auto for_marked = [&](const auto& f) {
-      for_each_marked_pair(mods, tile_rows, buf.marked_rows + i0, rows, begin, end, keys.marked + begin, !keys.weight.finite, f);
-    };
-    const auto rows_of_pair = [&](int i, int j, const T** q, const T** k) {
-      *q = whole_row(query, tile_rows[i].query, int(p.head_dim), buf.query_row);
-      *k = whole_row(key, j, int(p.head_dim), buf.key_row);
-    };
-    for_marked([&](int i, int j) {
-      const T *q, *k;
-      rows_of_pair(i, j, &q, &k);
-      scores[i * kTileKV + j - begin] = keys.weight.direct(q, k);
-    });
     gemm<Left::RowMajor, Store::Overwrite>(rows, end - begin, int(p.head_dim_v), buf.grad_out_rows + int64_t(i0) * buf.grad_out_stride, buf.grad_out_stride,
                                            keys.value_transposed + begin / P * keys.value_stride, keys.value_stride, grads, kTileKV);
-    const Real factor = mods.apply(tile_rows, rows, begin, end, scores, kTileKV, nullptr, nullptr);
-    const bool full = covers(block.full, begin, begin + cols);
-    if (!full)
-      for (int i = 0; i < rows; i++) mask_row(scores + i * kTileKV, cols, begin, tile_rows[i].keys);
-    const bool select = !full || mods.hides();
+    Real factor = block_scores(i0, rows, begin, end, cap, block, mods, query, key, keys, scores, buf);
+    if (coarse) {
+      for (int i = 0; i < rows; i++)
+        for (int j = 0; j < cols; j += V::kLanes) (V::load(scores + i * kTileKV + j) * V(factor) - V(buf.row_shift[i0 + i])).store(scores + i * kTileKV + j);
+      factor = Real(1);
+    }
+    const bool select = !covers(block.full, begin, begin + cols) || mods.hides();
     for (int i = 0; i < rows; i++) {
       const Dropout dropout(p.dropout, batch, tile_rows[i].head, nullptr);
       const uint32_t* bits = kDrop ? dropout.row_bits(tile_rows[i].query, begin, cols, buf.dropout_bits) : nullptr;
@@ -347,11 +336,9 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
       if (select) score_gradient_row<true, kDrop>(s, g, cols, factor, lse, low, delta, &dropout, bits);
       else score_gradient_row<false, kDrop>(s, g, cols, factor, lse, low, delta, &dropout, bits);
     }
-    for_marked([&](int i, int j) {
+    for_marked(i0, rows, begin, end, mods, query, key, keys, buf, [&](int i, int j, const T* q, const T* k) {
       Real& grad = grads[i * kTileKV + j - begin];
       if (grad == 0) return;
-      const T *q, *k;
-      rows_of_pair(i, j, &q, &k);
       direct_gradient(grad, q, k, keys.weight.weight, buf.grad_query + int64_t(i0 + i) * sums.key_stride, sums.grad_key + int64_t(j) * sums.key_stride,
                       grad_weight);
       grad = 0;
@@ -360,6 +347,53 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
     zero_block(buf, i0, kv_begin, begin + cols, kv_end);
     for (int i = 0; i < rows; i++)
       for (int j = 0; j < cols; j += V::kLanes) V::load(grads + i * kTileKV + j).store(by_keys(buf, left + j, i0 + i));
+  }
+
+  // Calls f(row, key, elements of the row, elements of the key) for the visible pairs of a block that are out of range.
+  template <class F>
+  void for_marked(int i0, int rows, int begin, int end, const ScoreMods<Real>& mods, const Matrix<const T>& query, const Matrix<const T>& key, const Keys& keys,
+                  const Buffers& buf, const F& f) const {
+    for_each_marked_pair(mods, buf.rows + i0, buf.marked_rows + i0, rows, begin, end, keys.marked + begin, !keys.weight.finite, [&](int i, int j) {
+      f(i, j, whole_row(query, buf.rows[i0 + i].query, int(p.head_dim), buf.query_row), whole_row(key, j, int(p.head_dim), buf.key_row));
+    });
+  }
+
+  // Scores of a block of rows and the keys [begin, end) from a whole panel on, hidden ones -inf. Returns what they are still to be multiplied by.
+  Real block_scores(int i0, int rows, int begin, int end, bool cap, const BlockKeys& block, const ScoreMods<Real>& mods, const Matrix<const T>& query,
+                    const Matrix<const T>& key, const Keys& keys, Real* scores, const Buffers& buf) const {
+    const int cols = round_up(end - begin, kPanel<Real>);
+    additive_scores(rows, cols, cap, keys.weight, buf.query + int64_t(i0) * buf.query_stride, keys.key + int64_t(begin) * keys.weight.slots * kKeyParts, scores,
+                    kTileKV);
+    for_marked(i0, rows, begin, end, mods, query, key, keys, buf,
+               [&](int i, int j, const T* q, const T* k) { scores[i * kTileKV + j - begin] = keys.weight.direct(q, k); });
+    const Real factor = scale_large(keys.weight, rows, cols, mods.apply(buf.rows + i0, rows, begin, end, scores, kTileKV, nullptr, nullptr), scores, kTileKV);
+    if (!covers(block.full, begin, begin + cols))
+      for (int i = 0; i < rows; i++) mask_row(scores + i * kTileKV, cols, begin, buf.rows[i0 + i].keys);
+    return factor;
+  }
+
+  // The maximum and sum of the rows whose lse is too coarse: row_shift and row_lse of a tile, from one more pass over its scores.
+  __attribute__((noinline)) void normalise_again(int rows, const BlockKeys* blocks, Interval all, Real query_top, const ScoreMods<Real>& mods,
+                                                 const Matrix<const T>& query, const Matrix<const T>& key, const Keys& keys, const Buffers& buf) const {
+    buf.coarse.clear(kTileQ);
+    for (int kv_begin = round_down(all.begin, kTileKV); kv_begin < all.end; kv_begin += kTileKV)
+      for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
+        const BlockKeys& block = blocks[i0 / kBlockRows];
+        const int count = min_of(kBlockRows, rows - i0);
+        const Interval seen = mods.runs(buf.rows + i0, count, block.within(kv_begin, min_of(kv_begin + kTileKV, all.end)), kPanel<Real>, nullptr).hull();
+        if (is_empty(seen)) continue;
+        const int begin = round_down(seen.begin, kPanel<Real>);
+        const bool cap = query_top + keys.top[kv_begin / kTileKV] > AdditiveRange<Real>::kSum;
+        const Real factor = block_scores(i0, count, begin, seen.end, cap, block, mods, query, key, keys, buf.probs, buf);
+        softmax_block<Real, false>(count, round_up(seen.end - begin, kPanel<Real>), kTileKV, buf.probs, buf.probs, factor, buf.coarse.from(i0), 0,
+                                   BlockDropout<Real>());
+      }
+    for (int i = 0; i < rows; i++) {
+      if (!lse_is_coarse<T>(buf.row_lse[i])) continue;
+      buf.row_shift[i] = buf.coarse.row_max[i];
+      buf.row_lse_low[i] = 0;
+      buf.row_lse[i] = log2(V(reduce_add(V::load(buf.coarse.row_sum + i * kLanes<Real>)))).v[0];
+    }
   }
 
   static Real* by_keys(const Buffers& buf, int col, int row) { return buf.by_keys + (int64_t(col / V::kLanes) * kTileQ + row) * V::kLanes; }
@@ -397,8 +431,9 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
       V by_weight[kQuad] = {V(Real(0)), V(Real(0)), V(Real(0)), V(Real(0))};
       for (int j = round_down(all.begin, kN); j < all.end; j += kN) {
         const int64_t at = (int64_t(j / P) * slots + s) * P + j % P;
-        V key[kQuad], by_key[kQuad], part[kQuad];
-        for (int c = 0; c < kQuad; c++) key[c] = V::load(keys.key + at + c * P), by_key[c] = part[c] = V(Real(0));
+        const Real* const key = keys.key + (int64_t(j / P) * slots + s) * kKeyParts * P + j % P;
+        V by_key[kQuad], part[kQuad];
+        for (int c = 0; c < kQuad; c++) by_key[c] = part[c] = V(Real(0));
         for (int begin = 0; begin < rows;) {
           // Runs of blocks that see some of these keys.
           const auto sees = [&](int row) { return !is_empty(intersect(seen[row / kBlockRows], j, j + kN)); };
@@ -406,7 +441,7 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
           int end = begin;
           while (end < rows && sees(end)) end += kBlockRows;
           if (begin >= rows) break;
-          additive_gradient_rows<kCap>(min_of(end, rows) - begin, buf.query + int64_t(begin) * buf.slot_stride + s, buf.slot_stride, key,
+          additive_gradient_rows<kCap>(min_of(end, rows) - begin, buf.query + int64_t(begin) * buf.query_stride + s, buf.query_stride, key,
                                        by_keys(buf, j - kv_begin, begin), buf.by_query + int64_t(begin) * kQuad * kN, by_key, part);
           begin = end;
         }
@@ -418,7 +453,7 @@ struct AdditiveBackward : BackwardQueries<T, Real, kDrop> {
       for (int i = 0; i < rows; i++)
         for (int c = 0; c < kQuad; c++) buf.grad_slots[int64_t(i) * buf.slot_stride + s + c] += reduce_add(V::load(buf.by_query + (i * kQuad + c) * kN));
       for (int c = 0; c < kQuad; c++)
-        if (keys.weight.order[s + c] >= 0) grad_weight[keys.weight.order[s + c]] += double(reduce_add(by_weight[c]));
+        if (s + c < keys.weight.head_dim) grad_weight[s + c] += double(reduce_add(by_weight[c]));
     }
   }
 };

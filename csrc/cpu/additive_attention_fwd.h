@@ -16,7 +16,7 @@ template <class T, class Real, bool kDrop>
 struct AdditiveForwardBuffers {
   TileRow* rows;                                       // [tile_q]
   ScoreWeight<Real> weight;
-  Real *query, *key;                                   // [tile_q][query_stride], [panels of the tile][slots][kPanel]
+  Real *query, *key;                                   // [tile_q][query_stride], [panels of the tile][slots][kKeyParts][kPanel]
   Real *value, *scores, *temp;                         // [panels of columns][tile_kv][kPanel], [block][tile_kv]
   bool *marked_rows, *marked_keys;
   RowState<Real> state;
@@ -28,14 +28,14 @@ struct AdditiveForwardBuffers {
   AdditiveForwardBuffers(const AttentionParams& p, Scratch& scratch) {
     const int out_stride = round_up(int(p.head_dim_v), kLanes<Real>), slots = ScoreWeight<Real>::slots_of(p.head_dim);
     weight = ScoreWeight<Real>::take(p.head_dim, scratch);
-    query_stride = round_up(slots, kLanes<Real>);
+    query_stride = ScoreWeight<Real>::row_stride_of(p.head_dim);
     value_panel = kAdditiveTileKV * kPanel<Real>;
     rows = scratch.take<TileRow>(kAdditiveTileQ);
     query = scratch.take<Real>(int64_t(kAdditiveTileQ) * query_stride);
-    key = scratch.take<Real>(int64_t(kAdditiveTileKV) * slots);
+    key = scratch.take<Real>(int64_t(kAdditiveTileKV) * slots * kKeyParts);
     value = scratch.take<Real>(int64_t(round_up(int(p.head_dim_v), kPanel<Real>)) * kAdditiveTileKV);
     scores = scratch.take<Real>(kBlockRows * kAdditiveTileKV);
-    temp = scratch.take<Real>(int64_t(query_stride) * kPanel<Real> + kPanel<Real>);
+    temp = scratch.take<Real>(int64_t(slots) * kPanel<Real> + kPanel<Real>);
     marked_rows = scratch.take<bool>(kAdditiveTileQ);
     marked_keys = scratch.take<bool>(kAdditiveTileKV);
     state.row_max = scratch.take<Real>(kAdditiveTileQ + kLanes<Real>);
@@ -95,7 +95,7 @@ struct AdditiveForward {
     buf.weight.set(weight_of<Real>(params, head));
     for (int i = 0; i < rows; i++) buf.rows[i] = {head, first + i, mask.row(first + i)};
     Real query_top, key_top = 0;
-    pack_exponential_rows(buf.weight, query.from(first), rows, buf.query, buf.query_stride, buf.marked_rows, buf.temp, &query_top);
+    pack_exponential_rows(buf.weight, query.from(first), rows, buf.query, buf.marked_rows, &query_top);
     buf.state.clear(kAdditiveTileQ);
 
     BlockKeys blocks[kBlocks];
@@ -140,13 +140,14 @@ struct AdditiveForward {
                      const Matrix<const T>& value, const Buffers& buf) const {
     const int begin = round_down(seen.begin, kPanel<Real>), end = seen.end, cols = round_up(end - begin, kPanel<Real>);
     const TileRow* tile_rows = buf.rows + i0;
-    additive_scores(rows, cols, cap, buf.weight, buf.query + int64_t(i0) * buf.query_stride, buf.query_stride,
-                    buf.key + int64_t(begin - kv_begin) * buf.weight.slots, buf.scores, kTileKV);
+    additive_scores(rows, cols, cap, buf.weight, buf.query + int64_t(i0) * buf.query_stride, buf.key + int64_t(begin - kv_begin) * buf.weight.slots * kKeyParts,
+                    buf.scores, kTileKV);
     for_each_marked_pair(mods, tile_rows, buf.marked_rows + i0, rows, begin, end, buf.marked_keys + begin - kv_begin, !buf.weight.finite, [&](int i, int j) {
       buf.scores[i * kTileKV + j - begin] =
           buf.weight.direct(whole_row(query, tile_rows[i].query, int(p.head_dim), buf.query_row), whole_row(key, j, int(p.head_dim), buf.key_row));
     });
-    const Real factor = mods.apply(tile_rows, rows, begin, end, buf.scores, kTileKV, nullptr, nullptr);
+    const Real factor =
+        scale_large(buf.weight, rows, cols, mods.apply(tile_rows, rows, begin, end, buf.scores, kTileKV, nullptr, nullptr), buf.scores, kTileKV);
     if (!covers(block.full, begin, begin + cols))
       for (int i = 0; i < rows; i++) mask_row(buf.scores + i * kTileKV, cols, begin, tile_rows[i].keys);
 

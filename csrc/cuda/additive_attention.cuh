@@ -4,7 +4,7 @@
 //
 //   grad_query_id = w_d sum_j G_ij (1 - t_ijd^2)   grad_key_jd = w_d sum_i G_ij (1 - t_ijd^2)   grad_w_d = sum_ij G_ij t_ijd
 //
-// with t = 1 - 1/P, 1 - t^2 = (1/P) (2 - 1/P), four 1/P from one reciprocal. Blocks of queries write their share of grad_w, which a second kernel
+// with t = N/D, D = N + 1, 1 - t^2 = (N + D) / D^2, four 1/D from one reciprocal. Blocks of queries write their share of grad_w, which a second kernel
 // adds in one order.
 
 #include "additive_attention_launch.h"
@@ -19,7 +19,7 @@ namespace cuda {
 namespace {
 
 template <class Tile, bool kKeyRows>
-constexpr int kAdditiveGradientBytes = kPairBytes<PairTiles<Tile, kKeyRows, AdditiveProduct<typename Tile::Real>>, Tile> +
+constexpr int kAdditiveGradientBytes = kPairBytes<PairTiles<Tile, kKeyRows, AdditiveProduct<typename Tile::Real, kKeyRows>>, Tile> +
                                        (Tile::kValues + Tile::kRows * Tile::kOutStride) * int(sizeof(typename Tile::Real));
 
 // Rows whose sums a thread holds in registers at a time.
@@ -40,11 +40,11 @@ SIMT_DEVICE void load_columns(typename Tile::Real (&to)[kQuad], const typename T
 // kKeyRows: grad_key of a tile of keys, over the queries of all heads that read it; otherwise grad_query and the share of grad_score_weight.
 template <class Tile, bool kKeyRows>
 __global__ void __launch_bounds__(Tile::kThreads, 2)
-    additive_gradient_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats, AdditiveProduct<typename Tile::Real> product,
-                             double* weight_parts) {
+    additive_gradient_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats,
+                             AdditiveProduct<typename Tile::Real, kKeyRows> product, double* weight_parts) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;
-  using Product = AdditiveProduct<Real>;
+  using Product = AdditiveProduct<Real, kKeyRows>;
   using Pairs = PairTiles<Tile, kKeyRows, Product>;
   constexpr int kVector = Tile::kVector, kRowsOf = Tile::kThreadRows;
   static_assert(Tile::kResultCols == kQuad && Tile::kRows == kAdditiveRows, "a thread owns one quad of columns in each of its rows");
@@ -56,6 +56,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   Real* const sums = carve.template take<Real>(Tile::kRows * Tile::kOutStride);
   uint8_t* const kept = carve.template take<uint8_t>(Pairs::Kept::kBytes);
   Pairs* const shared_pairs = carve.template take<Pairs>(1);
+  static_assert(Tile::kCols * Tile::kOutStride <= Tile::kLeft, "while columns are swept, the left tile holds the other exponential of the columns");
+  Real* const less_ones = left;
   unsigned char* const product_memory = carve.template take<unsigned char>(Pairs::kProductBytes);
 
   const AttentionParams& p = params.forward;
@@ -93,38 +95,42 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
       if (!bounds.sees(first_key, first_key + Pairs::kKeys)) continue;
       const bool edge = pairs.edge(bounds, first_query, first_key);
       __syncthreads();  // all have left the tiles of the step before
-      stage_exponentials<Tile::kCols, Tile::kOut, Tile::kOutStride, Tile::kThreads, true>(columns, other, first_col, cols, RowRange{first, seqlen_of_columns},
-                                                                                          Real(-1), [](int, bool) {});
       pairs.template compute<PairValue::kGradScore>(first_query, first_key, edge, left, right, kept, at, product, product_memory);
-      __syncwarp();
+      __syncthreads();  // all have left the scores
+      stage_exponentials<Tile::kCols, Tile::kOut, Tile::kOutStride, Tile::kThreads, true>(columns, less_ones, other, first_col, cols,
+                                                                                          RowRange{first, seqlen_of_columns}, Real(-1), [](int, bool) {});
+      __syncthreads();
 
       Real of_tile[kQuad] = {0, 0, 0, 0};
       const int count = int(min_of(int64_t(Tile::kCols), seqlen_of_columns - first));
 #pragma unroll 1
       for (int i0 = 0; i0 < kRowsOf; i0 += kSweepRows) {
-        // Exponentials of the thread's own rows, -1 where out of range.
-        Real exponential[kSweepRows][kQuad], sum[kSweepRows][kQuad];
+        // Exponentials of the thread's own rows, u = -1 where out of range.
+        Real u[kSweepRows][kQuad], m[kSweepRows][kQuad], sum[kSweepRows][kQuad];
 #pragma unroll
         for (int i = 0; i < kSweepRows; i++) {
           const int64_t row = first_row + at.row(i0 + i);
 #pragma unroll
           for (int c = 0; c < kQuad; c++) {
             const Real x = row < seqlen && column(c) < cols ? to_real(*own.at(row, column(c))) : Real(0);
-            exponential[i][c] = in_range(x) ? exp(x + x) : Real(-1);
+            const Exponential<Real> both = exponential<false>(x, Real(-1));
+            u[i][c] = both.value, m[i][c] = both.less_one;
           }
           load_columns<Tile>(sum[i], sums + (at.row(i0 + i)) * Tile::kOutStride, at);
         }
 #pragma unroll 1
         for (int j = 0; j < count; j++) {
-          Real e[kQuad];
+          Real e[kQuad], positive[kQuad], negative[kQuad];
           load_columns<Tile>(e, columns + j * Tile::kOutStride, at);
+          load_columns<Tile>(negative, less_ones + j * Tile::kOutStride, at);
           const bool missing = e[0] < 0 || e[1] < 0 || e[2] < 0 || e[3] < 0;
+#pragma unroll
+          for (int c = 0; c < kQuad; c++) positive[c] = larger(negative[c], Real(0)), negative[c] = smaller(negative[c], Real(0));
 #pragma unroll
           for (int i = 0; i < kSweepRows; i++) {
             const Real grad = right[(at.row(i0 + i)) * Tile::kStride + j];
-            const Real(&own_e)[kQuad] = exponential[i];
             Real t[kQuad], curve[kQuad];
-            if (missing || own_e[0] < 0 || own_e[1] < 0 || own_e[2] < 0 || own_e[3] < 0) {
+            if (missing || u[i][0] < 0 || u[i][1] < 0 || u[i][2] < 0 || u[i][3] < 0) {
               if (is_hidden(grad)) continue;
               const int64_t row = first_row + at.row(i0 + i);
 #pragma unroll
@@ -134,14 +140,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
                 curve[c] = Real(1) - t[c] * t[c];
               }
             } else {
-              Real q[kQuad];
+              Real n[kQuad], d[kQuad];
 #pragma unroll
-              for (int c = 0; c < kQuad; c++) q[c] = half_denominator(own_e[c], e[c]);
-              const Real low = q[0] * q[1], high = q[2] * q[3], inverse = reciprocal(low * high);
+              for (int c = 0; c < kQuad; c++) n[c] = half_excess(u[i][c], m[i][c], e[c], positive[c], negative[c]), d[c] = n[c] + Real(1);
+              const Real low = d[0] * d[1], high = d[2] * d[3], inverse = reciprocal(low * high);
               const Real inverse_low = high * inverse, inverse_high = low * inverse;
-              const Real r[kQuad] = {q[1] * inverse_low, q[0] * inverse_low, q[3] * inverse_high, q[2] * inverse_high};
+              const Real r[kQuad] = {d[1] * inverse_low, d[0] * inverse_low, d[3] * inverse_high, d[2] * inverse_high};
 #pragma unroll
-              for (int c = 0; c < kQuad; c++) t[c] = Real(1) - r[c], curve[c] = r[c] * (Real(1) + t[c]);
+              for (int c = 0; c < kQuad; c++) t[c] = n[c] * r[c], curve[c] = r[c] * (r[c] * (n[c] + d[c]));
             }
 #pragma unroll
             for (int c = 0; c < kQuad; c++) {
@@ -215,7 +221,7 @@ __global__ void __launch_bounds__(kWeightThreads)
 
 template <class T, bool kKeyRows>
 void launch_additive_gradient(const AttentionBackwardParams& params, const RowTable& table, const RowStats<Real<T>>& stats,
-                              const AdditiveProduct<Real<T>>& product, double* weight_parts, Stream stream) {
+                              const AdditiveProduct<Real<T>, kKeyRows>& product, double* weight_parts, Stream stream) {
   using Tile = FmaTile<T, 64, Products::kFma>;
   const AttentionParams& p = params.forward;
   const int64_t rows = kKeyRows ? p.seqlen_kv : p.seqlen_q, pieces = (p.head_dim + Tile::kOut - 1) / Tile::kOut;
@@ -246,6 +252,7 @@ void launch_additive_bwd(const AdditiveAttentionBackwardParams& additive, void* 
   const RowTable& table = parts.attention.table;
   fill_row_table(p, table, stream);
   const AdditiveProduct<Real<T>> product{(const Real<T>*)additive.score_weight, additive.weight_head_stride};
+  const AdditiveProduct<Real<T>, true> of_keys{product.weights, product.head_stride};
   const RowStats<Real<T>> stats{(Real<T>*)parts.attention.shift, (Real<T>*)parts.attention.lse, (Real<T>*)parts.attention.delta};
   StatsParams request;
   request.forward = p;
@@ -254,8 +261,8 @@ void launch_additive_bwd(const AdditiveAttentionBackwardParams& additive, void* 
   launch_fma_stats<T, Products::kFma>(request, table, stats, product, stream);
 
   if (params.grad_query.data || parts.weight_parts) launch_additive_gradient<T, false>(params, table, stats, product, parts.weight_parts, stream);
-  if (params.grad_key.data) launch_additive_gradient<T, true>(params, table, stats, product, nullptr, stream);
-  if (params.grad_value.data) launch_fma_gradient_of<T, Products::kFma, Gradient::kValue>(params, p.head_dim_v, table, stats, product, stream);
+  if (params.grad_key.data) launch_additive_gradient<T, true>(params, table, stats, of_keys, nullptr, stream);
+  if (params.grad_value.data) launch_fma_gradient_of<T, Products::kFma, Gradient::kValue>(params, p.head_dim_v, table, stats, of_keys, stream);
   if (!additive.grad_score_weight || p.head_dim == 0) return;
   const bool per_head = additive.weight_head_stride != 0;
   const int64_t count = (per_head ? p.num_heads : 1) * p.head_dim;
