@@ -120,7 +120,7 @@ def test_json_has_the_other_operators(results):
     assert {row["case"] for row in found["speed"]} == set(names)
     for row in found["speed"]:
         assert set(row["seconds"]) == {"tiled", *row["ratios"]} and row["ratios"] and min(row["seconds"].values()) > 0
-    assert [row["implementation"] for row in found["memory"]] == list(operators.MEMORY)
+    assert found["memory"] == []  # of the full run
     assert all(row["passed"] for row in [*found["densities"], *found["recall"], *found["counts"]])
 
 

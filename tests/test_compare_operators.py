@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiled_attention as ta
-from tiled_attention.compare import comparison, counted, operators, packed, patterns, scores
+from tiled_attention.compare import comparison, counted, memory, operators, packed, patterns, scores
 from tiled_attention.compare.comparison import Size, parity_rows, speed_rows
 
 SIZE = Size(2, 4, 2, 40, 16)
@@ -127,6 +127,13 @@ def test_lengths_are_bounded():
     finally:
         operators.THEMES = themes
     assert {row["n"] for row in rows} == {16} and len(seen) == len(rows) == 2
+
+
+def test_memory_of_additive_attention_and_its_composite(monkeypatch):
+    monkeypatch.setattr(operators, "in_fresh_process", lambda **options: memory.measure(**options, timed_calls=0))
+    rows = operators.memory(400, torch.get_num_threads(), lambda _: None)
+    assert [row["implementation"] for row in rows] == list(operators.MEMORY) and {row["n"] for row in rows} == {400}
+    assert rows[1]["bytes"] > 400 * 400 * memory.HEAD_DIM * 4 > 4 * rows[0]["bytes"]
 
 
 def test_additive_composite_is_the_formula():

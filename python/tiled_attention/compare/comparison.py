@@ -74,7 +74,7 @@ class Comparison:
 
 
 def results(function: Function, leaves: Tensors, dtype: torch.dtype, differentiable: bool) -> Tensors:
-    """out of `function` on the leaves in `dtype`, and the gradient of every leaf by its name; grad_out has the numbers of their own dtype."""
+    """out of `function` on the leaves in `dtype`, and the gradient of every leaf by its name, for numbers that their own dtype holds."""
     given = next(iter(leaves.values())).dtype
     leaves = {name: leaf.detach().to(dtype).requires_grad_(differentiable) for name, leaf in leaves.items()}
     out = function(**leaves)

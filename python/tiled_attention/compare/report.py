@@ -196,7 +196,8 @@ def operator_tables(operators: Mapping[str, Any]) -> list[Table | str]:
     caption = "medians, all sides alternating in one process; ratios are their time over ours; exact: ta.attention"
     parts.append(_table("Other operators: speed", columns, speed, left=4, caption=caption))
     lines = ([row["implementation"], str(row["n"]), f"{row['bytes'] / 2**20:.2f}"] for row in operators["memory"])
-    parts.append(_table("Peak MiB beyond the inputs, one head, forward+backward", "implementation, n, MiB", lines))
+    if operators["memory"]:
+        parts.append(_table("Peak MiB beyond the inputs, one head, forward+backward", "implementation, n, MiB", lines))
     lines = (
         [row["mask"], str(row["n"]), f"{row['density']:.4f}", f"{row['dense']:.4f}", _mark(row["passed"])] for row in operators["densities"]
     )
