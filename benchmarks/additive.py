@@ -9,14 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import tiled_attention as ta
 from tiled_attention.compare import machine
+from tiled_attention.compare.scores import additive_composite as composite
 from tiled_attention.compare.timing import alternate
 from tiled_attention.testing import largest, ulp
-
-
-def composite(query: Tensor, key: Tensor, value: Tensor, score_weight: Tensor) -> Tensor:
-    """As one writes it."""
-    score = torch.tanh(query[..., :, None, :] + key[..., None, :, :]) @ score_weight
-    return score.softmax(-1) @ value
 
 
 def _inputs(seqlen: int, head_dim: int) -> list[Tensor]:

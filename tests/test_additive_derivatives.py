@@ -282,8 +282,11 @@ def test_module_errors():
         ((1, 1, 5), {"num_heads": 2}, "hidden_dim"),
         ((1, 1, 1), {"dropout": 2.0}, "dropout"),
     ):
-        with pytest.raises(ValueError, match=f"{name}: expected"):
+        with pytest.raises(ValueError, match=f"{name}(: expected| must be)"):
             ta.AdditiveAttention(*sizes, **options)
+    for sizes, dropout, text in (((4.0, 1, 1), 0.0, "query_dim.*4.0"), ((1, "2", 1), 0.0, "key_dim"), ((1, 1, 1), "a", "dropout.*'a'")):
+        with pytest.raises(TypeError, match=text):
+            ta.AdditiveAttention(*sizes, dropout=dropout)
     module = ta.AdditiveAttention(5, 7, 8, num_heads=2)
     query, key, value = torch.randn(2, 3, 5), torch.randn(2, 6, 7), torch.randn(2, 6, 4)
     for arguments, options, text in (
@@ -293,6 +296,7 @@ def test_module_errors():
         ((query, None, value), {}, "key, projected_key: expected one of the two, got neither"),
         ((query, key, value), {"projected_key": key}, "got both"),
         ((query, None, value), {"projected_key": key}, "projected_key: expected the result of project_keys"),
+        ((query, None, value), {"projected_key": torch.randn(2, 1, 6, 4)}, r"projected_key: .*2, seqlen_kv, 4\), got \(2, 1, 6, 4\)"),
     ):
         with pytest.raises(ValueError, match=text):
             module(*arguments, **options)

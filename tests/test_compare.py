@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,21 @@ import pytest
 import torch
 
 from tiled_attention.__main__ import main
-from tiled_attention.compare import command, linear, memory, models, parity, peers, problem, served, speed, text, timing, training
+from tiled_attention.compare import (
+    command,
+    linear,
+    memory,
+    models,
+    operators,
+    parity,
+    peers,
+    problem,
+    served,
+    speed,
+    text,
+    timing,
+    training,
+)
 from tiled_attention.testing import Case
 
 SIZES = (64,)
@@ -35,10 +50,10 @@ def results(finished):
 def test_command_succeeds_and_writes_json_and_plots(finished, results):
     folder, process = finished
     assert process.returncode == 0, process.stdout + process.stderr
-    for name in ("parity.png", "speed.png", "memory.png", "linear.png", "training.png"):
+    for name in ("parity.png", "speed.png", "memory.png", "linear.png", "operators.png", "masks.png", "training.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
     assert results["version"] == 1 and results["quick"] is True and results["failures"] == []
-    assert set(results["seconds"]) == {"parity", "speed", "memory", "linear", "models", "training"}
+    assert set(results["seconds"]) == {"parity", "speed", "memory", "linear", "operators", "models", "training"}
 
 
 def test_json_describes_the_machine(results):
@@ -88,6 +103,27 @@ def test_json_has_linear_attention(results):
     assert "missing" in found["favor"] or [row["num_features"] for row in found["favor"]["rows"]] == [0, 64, 256]
 
 
+def test_json_has_the_other_operators(results):
+    found = results["operators"]
+    names = {
+        comparison.name: comparison
+        for theme in operators.THEMES
+        for comparison in theme.comparisons(replace(operators.PARITY, seqlen=8), 0)
+    }
+    assert {(row["case"], row["dtype"]) for row in found["parity"]} == {
+        (name, dtype) for name in names for dtype in ("float32", "bfloat16", "float16")
+    }
+    for name, comparison in names.items():
+        tensors = {row["tensor"] for row in found["parity"] if row["case"] == name}
+        assert tensors == {"out"} | ({f"grad_{leaf}" for leaf in comparison.leaves} if comparison.differentiable else set())
+    assert all(row["passed"] is (row["tiled"] <= row["limit"]) and math.isfinite(row["tiled"]) for row in found["parity"])
+    assert {row["case"] for row in found["speed"]} == set(names)
+    for row in found["speed"]:
+        assert set(row["seconds"]) == {"tiled", *row["ratios"]} and row["ratios"] and min(row["seconds"].values()) > 0
+    assert found["memory"] == []  # of the full run
+    assert all(row["passed"] for row in [*found["densities"], *found["recall"], *found["counts"]])
+
+
 def test_json_has_models_and_training(results):
     (encoder,) = results["models"]
     assert encoder["model"] == "all-MiniLM-L6-v2"
@@ -109,6 +145,7 @@ def recorded(monkeypatch, results):
     monkeypatch.setattr(speed, "run", lambda *_: earlier["speed"])
     monkeypatch.setattr(memory, "run", lambda *_: earlier["memory"])
     monkeypatch.setattr(linear, "run", lambda *_: earlier["linear"])
+    monkeypatch.setattr(operators, "run", lambda *_: earlier["operators"])
     monkeypatch.setattr(models, "sentence_encoder", lambda *_: earlier["models"][0])
     monkeypatch.setattr(training, "run", lambda *_: earlier["training"])
     cases = parity.cases
@@ -130,6 +167,14 @@ def test_exit_code_tells_of_a_broken_limit(recorded, monkeypatch, capsys, factor
     monkeypatch.setattr(parity, factor, -1e6)
     assert quick() == 1
     assert "Outside their limit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", ["parity", "densities", "recall", "counts"])
+def test_exit_code_tells_of_an_operator_that_fails(recorded, capsys, part):
+    row = recorded["operators"][part][0]
+    row["passed"] = False
+    assert quick() == 1
+    assert (row.get("case") or row.get("mask") or row.get("what") or "lsh_attention") in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_exit_code_tells_of_a_layer_that_served_nothing(recorded, capsys):

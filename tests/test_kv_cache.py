@@ -150,6 +150,7 @@ ERRORS = [
     (lambda: ta.KVCache(1, 2, 8, 4, num_sinks=2), "num_sinks", "2"),
     (lambda: ta.KVCache(BATCH, HEADS_KV, 4, DIM).append(*tokens(5)[1:]), "cache_seqlens", "4 - 5"),
     (lambda: ta.KVCache(BATCH, HEADS_KV, 4, DIM).attend(*tokens(5)), "cache_seqlens", "4 - 5"),
+    (lambda: ta.KVCache(BATCH, HEADS_KV, 8, DIM).attend([1.0]), "query", "list"),
     (lambda: ta.KVCache(BATCH, HEADS_KV, 8, DIM, window=6).attend(*tokens(4)), "query", "3 queries"),
     (lambda: ta.KVCache(BATCH, HEADS_KV, 8, DIM).append(tokens()[1], None), "new_value", "NoneType"),
     (lambda: ta.KVCache(3, HEADS_KV, 8, DIM).append(*tokens()[1:]), "key_cache|cache_seqlens", "3"),

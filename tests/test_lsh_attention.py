@@ -279,6 +279,8 @@ QK, V = torch.zeros(1, 2, 12, 4), torch.zeros(1, 2, 12, 3)
         (dict(num_hashes=0), "num_hashes"),
         (dict(causal=1), "causal"),
         (dict(seed=1.5), "seed"),
+        (dict(seed=2**64), "seed"),
+        (dict(key_mask=torch.ones(12, dtype=torch.bool, device="meta")), "key_mask.*meta"),
         (dict(query_key=QK[0, 0]), "query_key"),
         (dict(query_key=QK.long()), "query_key"),
         (dict(query_key=None), "query_key"),
@@ -295,3 +297,9 @@ QK, V = torch.zeros(1, 2, 12, 4), torch.zeros(1, 2, 12, 3)
 def test_errors_name_the_argument(arguments, named):
     with pytest.raises((ValueError, TypeError), match=named):
         ta.lsh_attention(**{**dict(query_key=QK, value=V, num_hashes=2, bucket_size=3, causal=False, seed=0), **arguments})
+
+
+def test_key_mask_of_one_number_is_for_all_tokens():
+    options = dict(num_hashes=2, bucket_size=3, causal=False, seed=0)
+    assert torch.equal(ta.lsh_attention(QK, V, **options, key_mask=torch.tensor(True)), ta.lsh_attention(QK, V, **options))
+    assert not ta.lsh_attention(QK, V, **options, key_mask=torch.tensor(False)).any()

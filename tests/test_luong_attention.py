@@ -267,6 +267,7 @@ def test_parameters():
 
 
 Q, K, V = (torch.zeros(1, 2, 3, 4) for _ in range(3))
+PAIR = torch.zeros(3, 8), torch.zeros(3)
 
 
 @pytest.mark.parametrize(
@@ -287,6 +288,13 @@ Q, K, V = (torch.zeros(1, 2, 3, 4) for _ in range(3))
         (lambda: ta.luong_attention(Q, K, V, scale=math.inf), "scale"),
         (lambda: ta.luong_attention(Q, K, V, scale="1"), "scale"),
         (lambda: ta.luong_attention(Q, K, V, mask=torch.ones(3, 3)), "mask"),
+        (lambda: ta.luong_attention(Q, K, V, "general", torch.ones(4, 4, device="meta")), "weight must be on the device of query"),
+        (lambda: ta.luong_attention(Q, K, V, "general", torch.ones(4, 4).to(torch.float16)), "weight must have the dtype of query"),
+        (lambda: ta.luong_attention(Q, K, V, "concat", (PAIR[0].to("meta"), PAIR[1])), "weight.*meta"),
+        (lambda: ta.luong_attention(Q, K.to("meta"), V, "concat", PAIR), "key.*meta"),
+        (lambda: ta.luong_attention(Q, K.half(), V, "concat", PAIR), "key.*float16"),
+        (lambda: ta.LuongAttention(4, 4, device="meta")(Q[0], K[0], V[0]), "query.*meta"),
+        (lambda: ta.LuongAttention(4, 3, dropout="a"), "dropout must"),
         (lambda: ta.LuongAttention(4, 3, "dot"), "key_dim"),
         (lambda: ta.LuongAttention(4, 3, "sum"), "score"),
         (lambda: ta.LuongAttention(0, 3), "query_dim"),

@@ -272,6 +272,7 @@ def test_embeddings_compile():
         (lambda: ta.SinusoidalEmbedding(4)([0, 1]), "positions"),
         (lambda: ta.SinusoidalEmbedding(4)(torch.tensor([True])), "positions"),
         (lambda: ta.LearnedEmbedding(0, 4), "max_len"),
+        (lambda: ta.SinusoidalEmbedding(4, dtype=torch.int32), "dtype.*int32"),
         (lambda: ta.LearnedEmbedding(4, 2.5), "dim"),
         (lambda: ta.LearnedEmbedding(4, 2)(torch.zeros(3)), "positions"),
         (lambda: ta.alibi_slopes(-1), "num_heads"),

@@ -375,6 +375,7 @@ X = torch.zeros(1, 2, 3, 8)
         (lambda: ta.RotaryEmbedding(8)(X, X, [0, 1, 2]), "positions"),
         (lambda: ta.RotaryEmbedding(8)(X, X, torch.tensor([True] * 3)), "positions"),
         (lambda: ta.RotaryEmbedding(8)(X, X[:, :, :2], torch.arange(3)), "positions.*key"),
+        (lambda: ta.RotaryEmbedding(8)(X, X, torch.arange(3, device="meta")), "positions.*cpu.*meta"),
         (lambda: ta.RotaryEmbedding(8).tables([1, 2]), "positions"),
         (lambda: ta.attention(X, X, X, rotary=10000.0), "rotary"),
         (lambda: ta.attention(X, X, X, rotary=ta.RotaryEmbedding(6)), "query.*rotary"),

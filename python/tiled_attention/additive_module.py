@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .additive_attention import additive_attention, additive_attention_with_weights
+from .call import check_number
+from .mask_checks import number
 from .masks import Mask
 
 
@@ -28,7 +30,8 @@ class AdditiveAttention(nn.Module):
         dropout: probability in [0, 1] that a weight is zeroed in training. Default 0.0.
         device, dtype: of the parameters.
 
-    Errors: ValueError for sizes that are not positive, a `hidden_dim` that `num_heads` does not divide, a `dropout` outside [0, 1].
+    Errors: TypeError or ValueError for sizes that are not positive integers, a `hidden_dim` that `num_heads` does not divide, a `dropout`
+        outside [0, 1].
     """
 
     def __init__(
@@ -43,12 +46,10 @@ class AdditiveAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         for name, size in (("query_dim", query_dim), ("key_dim", key_dim), ("hidden_dim", hidden_dim), ("num_heads", num_heads)):
-            if size <= 0:
-                raise ValueError(f"{name}: expected a positive number, got {size}")
+            number(name, size, 1)
         if hidden_dim % num_heads:
             raise ValueError(f"hidden_dim: expected a multiple of num_heads = {num_heads}, got {hidden_dim}")
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout: expected a number in [0, 1], got {dropout}")
+        dropout = check_number("dropout", dropout, "a number in [0, 1]", lambda p: 0 <= p <= 1)
         super().__init__()
         self.query_dim = query_dim
         self.key_dim = key_dim
@@ -117,9 +118,10 @@ class AdditiveAttention(nn.Module):
         if projected_key is None:
             assert key is not None
             projected_key = self.project_keys(key)
-        elif not isinstance(projected_key, Tensor) or projected_key.shape[-1:] != self.score_weight.shape[-1:]:
+        elif not isinstance(projected_key, Tensor) or projected_key.dim() < 3 or projected_key.shape[-3::2] != self.score_weight.shape:
             came = tuple(projected_key.shape) if isinstance(projected_key, Tensor) else type(projected_key).__name__
-            raise ValueError(f"projected_key: expected the result of project_keys, got {came}")
+            wanted = f"(..., {self.num_heads}, seqlen_kv, {self.score_weight.shape[1]})"
+            raise ValueError(f"projected_key: expected the result of project_keys, {wanted}, got {came}")
         if isinstance(mask, Tensor) and 2 <= mask.dim() <= query.dim():
             mask = mask.unsqueeze(-3)
         heads = self._split(self.query_proj(query)), projected_key, self._split(value), self.score_weight

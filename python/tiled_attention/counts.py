@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -101,6 +102,8 @@ def memory(query: Shape, key: Shape, value: Shape, *, dtype: torch.dtype = torch
         raise ValueError(f"operator must be one of {', '.join(OPERATORS)}, got {operator!r}")
     if isinstance(query, Tensor):
         dtype = query.dtype
+    elif not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
     real = real_dtype(dtype).itemsize
     inputs = (math.prod(q) + math.prod(k) + math.prod(v)) * dtype.itemsize
     out = math.prod(q[:-1]) * v[-1] * dtype.itemsize
@@ -145,6 +148,10 @@ def parameter_count(layer: str, **sizes: Any) -> int:
     for name, size in sizes.items():
         if name not in ("bias", "add_bias_kv", "bidirectional", "score") and size is not None:
             number(name, size, 0)
+    try:
+        inspect.signature(formulas[layer]).bind(**sizes)
+    except TypeError as error:
+        raise TypeError(f"{layer}: {error}") from None
     return int(formulas[layer](**sizes))
 
 
@@ -172,6 +179,8 @@ def _relative_parameters(num_heads: int, max_distance: int = 128, num_buckets: i
 def _shapes(query: Shape, key: Shape, value: Shape) -> list[tuple[int, ...]]:
     shapes = []
     for name, given in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(given, (Tensor, Sequence)) or isinstance(given, str):
+            raise TypeError(f"{name} must be a tensor or a shape, got {type(given).__name__}")
         shape = tuple(given.shape if isinstance(given, Tensor) else given)
         if len(shape) < 3:
             raise ValueError(f"{name} must have shape (..., num_heads, seqlen, head_dim), got {shape}")

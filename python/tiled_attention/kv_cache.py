@@ -138,6 +138,8 @@ class KVCache:
         Raises:
             RuntimeError, ValueError or TypeError naming the argument.
         """
+        if not isinstance(query, Tensor):
+            raise TypeError(f"query must be a tensor, got {type(query).__name__}")
         if self.window is not None and self._mask is not None:
             room = self.capacity - self.num_sinks - self.window + 1
             if query.dim() == 4 and query.shape[-2] > room:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .arguments import real_dtype
 from .attention import attention
 from .call import autocast_active, cast_for_autocast, check_float, check_number, default_scale
-from .mask_checks import check_bool, check_broadcasts, number
+from .mask_checks import check_broadcasts, number
 from .reference import philox
 
 _TAG = 0x4C5348  # in the counters of the rotations; those of dropout have a batch item there
@@ -81,7 +81,8 @@ def lsh_attention(
         num_hashes: rounds, >= 1. More rounds find more of the nearest keys.
         bucket_size: >= 1, divides seqlen.
         causal: whether key j is seen by i only if j < i (j = i as above). Which tokens share a bucket depends on all tokens even so.
-        seed: of the rotations, any 64-bit integer. Rotations are Philox numbers, the same on every device, for all heads and items.
+        seed: of the rotations, any 64-bit integer, with or without a sign. Rotations are Philox numbers, the same on every device, for all
+            heads and items.
         key_mask: bool, broadcasts to (..., seqlen), True = the token counts. A hidden one is seen by none and sees none, and what stands in
             it changes nothing.
         scale: multiplies query . key; None: head_dim ** -0.5.
@@ -104,7 +105,7 @@ def lsh_attention(
     seqlen = query_key.shape[-2]
     real = real_dtype(query_key.dtype)
     if key_mask is not None:
-        key_mask = key_mask[..., None, :].expand(query_key.shape[:-1])
+        key_mask = key_mask.expand(*query_key.shape[:-3], query_key.shape[-2])[..., None, :].expand(query_key.shape[:-1])
         query_key, value = (torch.where(key_mask[..., None], tensor, 0.0) for tensor in (query_key, value))
     key = _normalize(query_key.to(real)).to(query_key.dtype)
     if seqlen == 0:
@@ -263,13 +264,15 @@ def _check(query_key: Any, value: Any, num_hashes: Any, bucket_size: Any, causal
         raise ValueError(f"bucket_size must divide seqlen ({query_key.shape[-2]}), got {bucket_size}")
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be a bool, got {causal!r}")
-    number("seed", seed, -(2**63))
+    if number("seed", seed, -(2**63)) >= 2**64:
+        raise ValueError(f"seed: expected an integer of 64 bits, below 2 ** 64, got {seed}")
     if key_mask is not None:
         if not isinstance(key_mask, Tensor):
             raise TypeError(f"key_mask must be a bool tensor (True = counts), got {type(key_mask).__name__}")
         if key_mask.dtype != torch.bool:
             raise TypeError(f"key_mask must be a bool tensor (True = counts), got {key_mask.dtype}")
-        check_bool(key_mask, query_key.device)
+        if key_mask.device != query_key.device:
+            raise ValueError(f"key_mask must be on the device of query_key ({query_key.device}), got {key_mask.device}")
         check_broadcasts("key_mask", key_mask, (*query_key.shape[:-3], query_key.shape[-2]))
     if scale is None:
         return default_scale(query_key.shape[-1])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import attention
-from .call import check_dropout_p, check_float, check_number
+from .call import autocast_active, check_float, check_number
 from .mask_checks import number
 from .masks import Mask
 from .weights import attention_with_weights
@@ -100,7 +100,8 @@ def luong_attention(
         check_float(name, tensor)
         if tensor.dim() < 3:
             raise ValueError(f"{name} must have shape (..., num_heads, seqlen, head_dim), got {tuple(tensor.shape)}")
-    check_weight(score, weight, query.shape[-3], query.shape[-1], key.shape[-1])
+        _check_like(name, tensor, query)
+    check_weight(score, weight, query, key.shape[-1])
     scale = 1.0 if scale is None else check_number("scale", scale, "a finite number", lambda x: abs(x) < float("inf"))
     options: dict[str, Any] = {"mask": mask, "dropout_p": dropout_p, "return_lse": return_lse}
     options |= {} if generator is None else {"generator": generator}
@@ -116,8 +117,9 @@ def luong_attention(
     return attention(query, key, value, scale=scale, **options)
 
 
-def check_weight(score: str, weight: Any, num_heads: int, query_dim: int, key_dim: int) -> None:
+def check_weight(score: str, weight: Any, query: Tensor, key_dim: int) -> None:
     """That `weight` is what `score` needs. Raises ValueError or TypeError naming the argument."""
+    num_heads, query_dim = query.shape[-3], query.shape[-1]
     if score not in SCORES:
         raise ValueError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
     if score == "dot":
@@ -127,17 +129,31 @@ def check_weight(score: str, weight: Any, num_heads: int, query_dim: int, key_di
             raise ValueError(f"key must have the head_dim of query ({query_dim}) for score 'dot', got {key_dim}")
         return
     if score == "general":
-        check_float("weight", weight)
+        _check_part(weight, query)
         if weight.shape not in ((query_dim, key_dim), (num_heads, query_dim, key_dim)):
             heads = f"({num_heads}, {query_dim}, {key_dim})"
             raise ValueError(f"weight must have shape ({query_dim}, {key_dim}) or {heads}, got {tuple(weight.shape)}")
         return
     if not isinstance(weight, (tuple, list)) or len(weight) != 2:
         raise TypeError(f"weight must be a pair (W, v) for score 'concat', got {type(weight).__name__}")
-    matrix, vector = (check_float("weight", part) for part in weight)
+    matrix, vector = (_check_part(part, query) for part in weight)
     if matrix.dim() != 2 or matrix.shape[1] != query_dim + key_dim or vector.shape != matrix.shape[:1]:
         wanted = f"(hidden, {query_dim + key_dim}) and (hidden,)"
         raise ValueError(f"weight must have shapes {wanted}, got {tuple(matrix.shape)} and {tuple(vector.shape)}")
+
+
+def _check_part(part: Any, query: Tensor) -> Tensor:
+    check_float("weight", part)
+    _check_like("weight", part, query)
+    return cast(Tensor, part)
+
+
+def _check_like(name: str, tensor: Tensor, query: Tensor) -> None:
+    """torch's product with a "meta" tensor is no error: it holds whatever memory did."""
+    if tensor.device != query.device:
+        raise ValueError(f"{name} must be on the device of query ({query.device}), got {tensor.device}")
+    if tensor.dtype != query.dtype and not autocast_active():
+        raise ValueError(f"{name} must have the dtype of query ({query.dtype}), got {tensor.dtype}")
 
 
 def _project_keys(key: Tensor, weight: Tensor) -> Tensor:
@@ -184,7 +200,7 @@ class LuongAttention(nn.Module):
             raise ValueError(f"hidden_dim must be None for score {score!r}, got {hidden_dim}")
         self.score = score
         self.hidden_dim = number("hidden_dim", query_dim if hidden_dim is None else hidden_dim, 1) if score == "concat" else None
-        self.dropout = check_dropout_p(dropout)
+        self.dropout = check_number("dropout", dropout, "a number in [0, 1]", lambda p: 0 <= p <= 1)
         self.weight: nn.Parameter | None = None
         self.vector: nn.Parameter | None = None
         if score == "general":
@@ -273,6 +289,8 @@ class LuongAttention(nn.Module):
         check_float(name, tensor)
         if tensor.dim() < 2 or (features is not None and tensor.shape[-1] != features):
             raise ValueError(f"{name} must have shape (..., seqlen, {features or 'value_dim'}), got {tuple(tensor.shape)}")
+        if self.weight is not None and tensor.device != self.weight.device:
+            raise ValueError(f"{name} must be on the device of the parameters ({self.weight.device}), got {tensor.device}")
 
     def extra_repr(self) -> str:
         hidden = "" if self.hidden_dim is None else f", hidden_dim={self.hidden_dim}"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
-from .mask_checks import check_bool, check_boundaries, check_broadcasts, check_integers, check_number, is_readable
+from .mask_checks import check_bool, check_boundaries, check_broadcasts, check_integers, check_number, is_readable, number
 from .mask_grid import Bounds, Grid, make_grid, marks_in_bounds
 from .mask_rules import UNBOUNDED, Rule, intersect, unite
 
@@ -40,6 +40,8 @@ class Mask:
         Returns:
             (seqlen_q, seqlen_kv), or (batch..., 1, seqlen_q, seqlen_kv) where the mask or the offset differs between batch items.
         """
+        for name, length in (("seqlen_q", seqlen_q), ("seqlen_kv", seqlen_kv)):
+            number(name, length, 0)
         grid = make_grid(seqlen_q, seqlen_kv, query_offset, device if device is not None else device_of(self), None)
         visible = self._visible(grid)
         shape = torch.broadcast_shapes(visible.shape, (*grid.positions.shape[:-1], seqlen_kv))
@@ -64,6 +66,8 @@ class Mask:
         """
         from .block_list import density
 
+        for name, length in (("seqlen_q", seqlen_q), ("seqlen_kv", seqlen_kv)):
+            number(name, length, 0)
         return density(self, seqlen_q, seqlen_kv, query_offset)
 
     def __and__(self, other: Mask | Tensor) -> And:

@@ -33,6 +33,8 @@ class SinusoidalEmbedding(nn.Module):
         self.dim = number("dim", dim, 1)
         self.base = check_base(base)
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise TypeError(f"dtype must be a floating-point dtype, got {dtype}")
 
     def forward(self, positions: Tensor) -> Tensor:
         """positions (...,), integer or floating point -> (..., dim)."""

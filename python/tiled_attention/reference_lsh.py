@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from .reference_scores import attention_of_scores
 
 
+@functools.lru_cache(maxsize=64)
 def lsh_rotation(seed: int, round_: int, head_dim: int, columns: int) -> Tensor:
     """The normal numbers (head_dim, columns) of one round, float64.
 

@@ -172,6 +172,8 @@ class RotaryEmbedding(nn.Module):
             pair = positions, positions
         for name, tensor, places in (("query", query, pair[0]), ("key", key, pair[1])):
             check_positions("positions", places)
+            if places.device != tensor.device:
+                raise ValueError(f"positions must be on the device of {name} ({tensor.device}), got {places.device}")
             if places.dim() < 1 or places.shape[-1] != tensor.shape[-2]:
                 raise ValueError(f"positions must have shape (..., {tensor.shape[-2]}) for {name}, got {tuple(places.shape)}")
             lead, rank = tensor.shape[:-3], places.dim() - 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .mask_checks import check_integers, check_number, number
+from .mask_checks import check_integers, check_number, is_readable, number
 from .mask_grid import Bounds, Grid, marks_in_bounds
 from .mask_rules import UNBOUNDED, Rule
 from .masks import Mask, register_mask
@@ -71,7 +71,8 @@ class Global(Mask):
     """p in positions or j in positions: some tokens see all and are seen by all (Longformer, Beltagy et al., 2020, section 3.1).
 
     Args:
-        positions: integers >= 0, kept as a tuple; or an integer tensor (num_positions,), compared by identity.
+        positions: integers >= 0, kept as a tuple; or an integer tensor (num_positions,), compared by identity, whose values are checked
+            where they can be read (CPU, eager).
     """
 
     positions: Sequence[int] | Tensor
@@ -79,6 +80,8 @@ class Global(Mask):
     def __post_init__(self) -> None:
         if isinstance(self.positions, Tensor):
             self._check()
+            if is_readable(self.positions) and bool((self.positions < 0).any()):
+                raise ValueError(f"Global: positions: expected integers >= 0, got {int(self.positions.min())}")
             return
         if isinstance(self.positions, (str, bytes)) or not isinstance(self.positions, Sequence):
             raise TypeError(f"Global: positions: expected integers or an integer tensor, got {type(self.positions).__name__}")

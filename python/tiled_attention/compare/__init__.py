@@ -23,6 +23,12 @@ exist is null:
                      sdpa_ratio, exact_ratio, share_of_peak; crossover {direction: the first length from which it is faster than exact
                      causal attention, or null}; memory: rows of implementation, n, bytes, seconds; decode: rows of position,
                      seconds {linear, exact}, bytes {linear, exact}; favor: what favor.sentence_encoder returns, or missing
+    operators        the other operators: parity rows (case, n, dtype, tensor, tiled, definition, limit, passed; errors against the
+                     definition in float64); speed: rows of one (case, dtype, n, direction), seconds {tiled, peer: ...},
+                     ratios {peer: their time over ours}, share (visible share of the pairs, or null); memory: rows of implementation, n,
+                     bytes, seconds, of additive attention, none if quick; densities: rows of mask, n, density, dense, passed; recall:
+                     rows of num_hashes, pairs, recall, weight, error, passed, of lsh_attention; counts: rows of what, formula, counted,
+                     torch, passed
     models           rows of one model: model, missing (what is not installed; then nothing else is there),
                      eager_difference (of the model's own two implementations), limit, seconds, ways {override_sdpa, attn_implementation:
                      difference, passed, served {layer: calls}, all_served, seconds, loss};

@@ -15,6 +15,8 @@ import torch
 EXTRAS = ("rich", "matplotlib")
 MIN_WIDTH = 120
 SMALL_PARITY, FULL_PARITY = (67,), (67, 197, 512)
+# The largest error of few elements is a matter of luck, and so is its ratio to another.
+MIN_PARITY = 64
 SMALL_SPEED, FULL_SPEED = (128, 512, 1024), (128, 256, 512, 1024, 2048, 4096)
 SMALL_MEMORY, FULL_MEMORY = (1024, 4096), (1024, 2048, 4096, 8192, 16384)
 SMALL_LINEAR, FULL_LINEAR = (256, 1024, 4096), (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -27,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="write compare.json and plots into this folder")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of every implementation (default: torch's)")
     parser.add_argument(
-        "--sizes", type=_sizes, metavar="N,N,...", help="sequence lengths for parity, speed and memory in place of the usual ones"
+        "--sizes",
+        type=_sizes,
+        metavar="N,N,...",
+        help="sequence lengths for parity (at least 64), speed and memory in place of the usual ones",
     )
 
 
@@ -77,6 +82,23 @@ def failures(results: dict[str, Any]) -> list[str]:
         for row in [*results["parity"], *results["linear"]["parity"]]
         if not row["passed"]
     ]
+    operators = results["operators"]
+    found += [
+        f"{row['case']}, n = {row['n']}, {row['dtype']}, {row['tensor']}: error {row['tiled']:.2e} above {row['limit']:.2e}"
+        for row in operators["parity"]
+        if not row["passed"]
+    ]
+    for row in operators["densities"]:
+        if not row["passed"]:
+            found.append(f"{row['mask']}, n = {row['n']}: density {row['density']:.6f}, of the dense mask {row['dense']:.6f}")
+    for row in operators["recall"]:
+        if not row["passed"]:
+            found.append(
+                f"lsh_attention: recall {row['recall']:.1%} of {row['num_hashes']} rounds that show {row['pairs']:.1%} of the pairs"
+            )
+    for row in operators["counts"]:
+        if not row["passed"]:
+            found.append(f"{row['what']}: {row['formula']} by formula, {row['counted']} counted, {row['torch']} in torch")
     for row in results["models"]:
         for name, way in row.get("ways", {}).items():
             if not way["passed"]:
@@ -99,7 +121,7 @@ def compare(quick: bool, threads: int, sizes: Sequence[int] | None, console: Any
     """Run all steps; the fields of the result are those of the JSON."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from . import favor, linear, machine, memory, models, parity, speed, training
+    from . import favor, linear, machine, memory, models, operators, parity, speed, training
     from .text import Missing
 
     torch.set_num_threads(threads)
@@ -111,7 +133,7 @@ def compare(quick: bool, threads: int, sizes: Sequence[int] | None, console: Any
         TimeElapsedColumn(),
         TextColumn("{task.fields[now]}"),
     )
-    parity_sizes = sizes or (SMALL_PARITY if quick else FULL_PARITY)
+    parity_sizes = sorted({max(n, MIN_PARITY) for n in sizes or (SMALL_PARITY if quick else FULL_PARITY)})
     memory_sizes = sizes or (SMALL_MEMORY if quick else FULL_MEMORY)
     plan = speed_plan(quick, sizes)
     training_steps = 20 if quick else 100
@@ -133,6 +155,9 @@ def compare(quick: bool, threads: int, sizes: Sequence[int] | None, console: Any
         def run_linear(advance: Callable[[str], None]) -> dict[str, Any]:
             seconds, slowest = (0.1, 0.25) if quick else (1.0, 5.0)
             return linear.run(parity_sizes, linear_lengths, memory_sizes, threads, seconds, slowest, features, advance)
+
+        def run_operators(advance: Callable[[str], None]) -> dict[str, Any]:
+            return operators.run(parity_sizes, quick, max(sizes) if sizes else None, threads, 0.05 if quick else 0.3, advance)
 
         def run_models(advance: Callable[[str], None]) -> list[dict[str, Any]]:
             def encoder() -> dict[str, Any]:
@@ -159,6 +184,7 @@ def compare(quick: bool, threads: int, sizes: Sequence[int] | None, console: Any
         )
         step("memory", len(memory_sizes) * len(memory.IMPLEMENTATIONS), lambda advance: memory.run(memory_sizes, threads, advance))
         step("linear", linear_steps, run_linear)
+        step("operators", operators.steps(parity_sizes, quick), run_operators)
         step("models", 3 if quick else 9, run_models)
         step("training", 3 * training_steps, lambda advance: training.run(training_steps, advance))
     results["failures"] = failures(results)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 import tiled_attention as ta
 
-from . import linear_peers
+from . import linear_peers, scores
 from .machine import free_bytes
 from .speed import math_bytes, naive_attention
 
@@ -73,7 +73,8 @@ def measure(
     `timed_calls` more.
 
     implementation: tiled, sdpa or math; or module, ta.MultiheadAttention of embed_dim num_heads * head_dim with need_weights; or linear,
-    causal ta.linear_attention, and chunked, the same by linear_peers.chunked.
+    causal ta.linear_attention, and chunked, the same by linear_peers.chunked; or additive, ta.additive_attention, and additive composite,
+    the same by scores.additive_composite.
     """
     torch.set_num_threads(threads)
     kind = getattr(torch, dtype)
@@ -99,6 +100,9 @@ def measure(
             out = ta.linear_attention(query, key, value, causal=True)
         elif implementation == "chunked":
             out = linear_peers.chunked(query, key, value)
+        elif implementation.startswith("additive"):
+            function: Any = ta.additive_attention if implementation == "additive" else scores.additive_composite
+            out = function(query, key, value, torch.ones(head_dim, dtype=kind))
         elif implementation == "sdpa":
             out = F.scaled_dot_product_attention(query, key, value, extra, dropout_p)
         else:

@@ -9,6 +9,11 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+from .. import plot
+from ..masks import Mask
+from . import patterns
+
+MASK_SEQLEN = 256
 LABELS = {"tiled": "tiled", "sdpa": "SDPA", "math": "plain math", "multihead": "nn.MultiheadAttention"}
 COLORS = {"tiled": "tab:blue", "sdpa": "tab:orange", "math": "tab:green", "multihead": "tab:red"}
 
@@ -116,6 +121,35 @@ def linear(result: Mapping[str, Any], path: Path) -> Path:
     return _save(figure, path)
 
 
+def operators(result: Mapping[str, Any], path: Path) -> Path:
+    """How many times faster than each peer, float32, per operator; below 1 slower."""
+    bars = [
+        (f"{row['case']}, {row['direction']}: {peer}", ratio)
+        for row in result["speed"]
+        if row["dtype"] == "float32"
+        for peer, ratio in row["ratios"].items()
+    ]
+    figure, axis = pyplot.subplots(figsize=(9, 0.6 + 0.2 * len(bars)))
+    axis.barh([label for label, _ in bars], [ratio for _, ratio in bars], color=COLORS["tiled"])
+    axis.axvline(1, color="black", linestyle="--", linewidth=1)
+    axis.invert_yaxis()
+    axis.tick_params(axis="y", labelsize="x-small")
+    axis.set(xscale="log", xlabel="their time over ours")
+    return _save(figure, path)
+
+
+def masks(n: int, path: Path) -> Path:
+    """Which keys each query sees, for each kind of sparse mask."""
+    found = {name: mask for name, mask in patterns.masks(n, 1, 0).items() if isinstance(mask, Mask)}
+    figure, axes = pyplot.subplots(2, -(-len(found) // 2), figsize=(12, 6.5))
+    for axis, (name, mask) in zip(axes.flat, found.items()):
+        plot.mask(mask, n, n, axes=axis)
+        axis.set_title(f"{name}: {mask.density(n, n):.1%}", fontsize="small")
+    for axis in axes.flat[len(found) :]:
+        axis.set_axis_off()
+    return _save(figure, path)
+
+
 def write(results: Mapping[str, Any], folder: Path) -> list[Path]:
     """All plots, in `folder`."""
     return [
@@ -123,5 +157,7 @@ def write(results: Mapping[str, Any], folder: Path) -> list[Path]:
         speed(results["speed"], folder / "speed.png"),
         memory(results["memory"], folder / "memory.png"),
         linear(results["linear"], folder / "linear.png"),
+        operators(results["operators"], folder / "operators.png"),
+        masks(MASK_SEQLEN, folder / "masks.png"),
         training(results["training"], folder / "training.png"),
     ]

@@ -116,15 +116,19 @@ def memory_parts(memory: Mapping[str, Any]) -> list[Table | str]:
     return [_table(title, "n, tiled, SDPA, math", lines), *stops, *filter(None, [memory["quoted"]])]
 
 
-def linear_tables(linear: Mapping[str, Any]) -> list[Table | str]:
-    """Parity, speed, crossover, memory and decoding of linear attention, and FAVOR+ in a trained model."""
-    shown = [*_nearest_to_limit(linear["parity"]), *(row for row in linear["parity"] if not row["passed"])]
-    parity = (
+def _definition_table(title: str, parity: Sequence[Mapping[str, Any]]) -> Table:
+    """Parity with a definition: per case and dtype the tensor that comes closest to its limit; then what breaks a limit."""
+    shown = [*_nearest_to_limit(parity), *(row for row in parity if not row["passed"])]
+    lines = (
         [row["case"], row["dtype"], row["tensor"], *(_number(row[name]) for name in ("tiled", "definition", "limit")), _mark(row["passed"])]
         for row in shown
     )
-    columns = "case, dtype, tensor, tiled, definition, limit, within"
-    parts: list[Table | str] = [_table("Linear attention: largest error against its definition in float64", columns, parity, left=3)]
+    return _table(title, "case, dtype, tensor, tiled, definition, limit, within", lines, left=3)
+
+
+def linear_tables(linear: Mapping[str, Any]) -> list[Table | str]:
+    """Parity, speed, crossover, memory and decoding of linear attention, and FAVOR+ in a trained model."""
+    parts: list[Table | str] = [_definition_table("Linear attention: largest error against its definition in float64", linear["parity"])]
     speed = (
         [
             *(row["variant"], row["dtype"], row["direction"], str(row["n"])),
@@ -172,6 +176,43 @@ def linear_tables(linear: Mapping[str, Any]) -> list[Table | str]:
     )
     title = f"{favor['model']} with its softmax replaced by FAVOR+, {favor['sentences']} sentences: embeddings against the exact ones"
     return [*parts, _table(title, "features, m, error, cosine, nearest stays", lines)]
+
+
+def operator_tables(operators: Mapping[str, Any]) -> list[Table | str]:
+    """Parity, speed and memory of the other operators, densities of masks, what LSH finds, counts."""
+    title = "Other operators: largest error against their definition in float64"
+    parts: list[Table | str] = [_definition_table(title, operators["parity"])]
+    speed = (
+        [
+            *(row["case"], row["dtype"], row["direction"], peer, str(row["n"])),
+            *(_milliseconds(row["seconds"][name]) for name in ("tiled", peer)),
+            _ratio(ratio),
+            "-" if row["share"] is None else f"{row['share']:.1%}",
+        ]
+        for row in operators["speed"]
+        for peer, ratio in row["ratios"].items()
+    )
+    columns = "operator, dtype, direction, beside, n, tiled ms, theirs ms, ratio, pairs seen"
+    caption = "medians, all sides alternating in one process; ratios are their time over ours; exact: ta.attention"
+    parts.append(_table("Other operators: speed", columns, speed, left=4, caption=caption))
+    lines = ([row["implementation"], str(row["n"]), f"{row['bytes'] / 2**20:.2f}"] for row in operators["memory"])
+    if operators["memory"]:
+        parts.append(_table("Peak MiB beyond the inputs, one head, forward+backward", "implementation, n, MiB", lines))
+    lines = (
+        [row["mask"], str(row["n"]), f"{row['density']:.4f}", f"{row['dense']:.4f}", _mark(row["passed"])] for row in operators["densities"]
+    )
+    parts.append(_table("Masks: visible share of the pairs", "mask, n, density, of the dense mask, equal", lines))
+    lines = (
+        [str(row["num_hashes"]), *(f"{row[name]:.1%}" for name in ("pairs", "recall", "weight", "error")), _mark(row["passed"])]
+        for row in operators["recall"]
+    )
+    title = "LSH attention on clusters of tokens: what its hashes find of exact attention"
+    parts.append(_table(title, "rounds, pairs seen, recall, weight, error, above chance", lines))
+    lines = (
+        [row["what"], *("-" if row[name] is None else str(row[name]) for name in ("formula", "counted", "torch")), _mark(row["passed"])]
+        for row in operators["counts"]
+    )
+    return [*parts, _table("Counts", "what, formula, counted, torch, equal", lines)]
 
 
 def model_tables(rows: Sequence[Mapping[str, Any]]) -> list[Table | str]:
@@ -227,6 +268,7 @@ def show(console: Console, results: Mapping[str, Any]) -> None:
         speed_table(results["speed"]),
         *memory_parts(results["memory"]),
         *linear_tables(results["linear"]),
+        *operator_tables(results["operators"]),
         *model_tables(results["models"]),
     ]
     parts.append(training_table(results["training"]))
