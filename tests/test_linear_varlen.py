@@ -205,7 +205,7 @@ def test_compile_with_other_lengths(backend):
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=backend)
     for lengths in ([2, 3], [4, 0, 1], [7, 7, 2]):
         total = sum(lengths)
-        tensors = [torch.randn(1, heads, total, 4, requires_grad=True) for heads in (4, 2, 2)] + [torch.randn(1, 2, total, requires_grad=True)]
+        tensors = [torch.randn(shape, requires_grad=True) for shape in ((1, 4, total, 4), *[(1, 2, total, 4)] * 2, (1, 2, total))]
         found = []
         for call in (compiled, run):
             parts = call(*tensors, offsets(lengths))

@@ -249,9 +249,7 @@ def _offsets(cu_seqlens: Any, query: Tensor, key: Tensor) -> Tensor:
     return cu_seqlens.long()
 
 
-def _check_state(
-    state: Any, name: str, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _check_state(state: Any, name: str, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     if not isinstance(state, tuple) or len(state) != 2 or not all(isinstance(part, Tensor) for part in state):
         raise TypeError(f"{name} must be a LinearState(kv, k_sum) of tensors, got {type(state).__name__}")
     kv, k_sum = state
