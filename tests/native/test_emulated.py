@@ -17,6 +17,7 @@ PACKED = (
     *("against_the_definition", "a_sequence_has_the_bits_it_has_alone", "nothing_leaks_between_sequences", "empty_sequences"),
     *("dropout_is_that_of_the_padded_batch", "strides", "bad_offsets"),
 )
+PACKED_LINEAR = ("each_sequence_has_the_bits_it_has_alone", "against_the_definition", "no_tokens", "bad_offsets")
 # The longest first.
 SMALL = (
     "tests/test_attention_isa.py::test_features",
@@ -25,6 +26,7 @@ SMALL = (
     "tests/test_linear_attention.py",
     "tests/test_attention_isa.py::test_small",
     " ".join(f"tests/test_attention_varlen.py::test_{name}" for name in PACKED),
+    " ".join(f"tests/test_linear_varlen.py::test_{name}" for name in PACKED_LINEAR),
     "tests/test_attention_decode.py tests/test_kv_cache.py --deselect tests/test_kv_cache.py::TestCompile",
     "tests/test_additive_attention.py",
     "tests/test_dropout.py",
