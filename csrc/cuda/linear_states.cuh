@@ -231,39 +231,43 @@ __global__ void __launch_bounds__(kScanThreads)
     linear_scan_kernel(LinearAttentionParams p, Segment s, Decays<R> decays, StateEnd<const R> first, R* states, StateEnd<R> last, Carry<R> carry) {
   constexpr int kAhead = 4;
   const int64_t kv_size = p.head_dim * p.head_dim_v, size = kv_size + p.head_dim, index = int64_t(blockIdx.x) * kScanThreads + threadIdx.x;
-  const int64_t items = scanned(p, s) * p.num_heads_kv, item = index / size, x = index % size, feature = x < kv_size ? x / p.head_dim_v : x - kv_size;
-  if (item >= items) return;
+  const int64_t item = index / size, x = index % size, feature = x < kv_size ? x / p.head_dim_v : x - kv_size;
   const bool packed = s.packed.chunks != nullptr;
-  const int64_t kept_head = packed ? item % p.num_heads_kv : item, segment_end = s.first_chunk + s.chunks;
-  const R* const through = decays.through + kept_head * s.chunks * decays.columns + (decays.columns > 1 ? feature : 0);
-  R* const at = states + kept_head * s.chunks * s.state_size + x;
-  // Packed: every scanned(p, s)-th sequence from the first one of the segment on. Those without tokens belong to where they stand, at the latest.
-  int64_t head = item;  // over all sequences, or the batch
-  if (packed && s.first_chunk > 0) head += s.packed.chunks[s.first_chunk].sequence * p.num_heads_kv;
-  for (; head < (packed ? p.num_sequences : p.batch) * p.num_heads_kv; head += items) {
-    const int64_t sequence = head / p.num_heads_kv, begin = packed ? s.packed.first[sequence] : 0, end = packed ? s.packed.first[sequence + 1] : s.all_chunks;
-    if (begin > segment_end) return;
-    if (begin == segment_end && end > begin) continue;
-    const bool begins = begin >= s.first_chunk, ends = end <= segment_end;
-    const int64_t count = min_of(end, segment_end) - max_of(begin, s.first_chunk);
-    const int64_t first_chunk = kReverse ? min_of(end, segment_end) - 1 - s.first_chunk : max_of(begin, s.first_chunk) - s.first_chunk;
+  const int64_t together = scanned(p, s), sequences = packed ? p.num_sequences : p.batch, first_head = item % p.num_heads_kv;
+  int64_t sequence = item / p.num_heads_kv;
+  if (sequence >= together) return;
+  const int64_t kept_head = packed ? first_head : item, begin_segment = s.first_chunk, end_segment = s.first_chunk + s.chunks;
+  const int64_t column = decays.columns > 1 ? feature : 0, step = kReverse ? -s.state_size : s.state_size;
+  const int64_t through_step = kReverse ? -decays.columns : decays.columns;
+  // Packed: every so many sequences from the first one of the segment on. Those without tokens belong to where they stand.
+  if (packed && begin_segment > 0) sequence += s.packed.chunks[begin_segment].sequence;
+  for (; sequence < sequences; sequence += together) {
+    int64_t begin = 0, end = s.all_chunks;
+    if (packed) {
+      begin = s.packed.first[sequence], end = s.packed.first[sequence + 1];
+      if (begin > end_segment) return;
+      if (begin == end_segment && end > begin) continue;
+    }
+    const bool begins = begin >= begin_segment, ends = end <= end_segment;
+    begin = max_of(begin, begin_segment), end = min_of(end, end_segment);
+    const int64_t head = sequence * p.num_heads_kv + first_head, first_chunk = kept_head * s.chunks + (kReverse ? end - 1 : begin) - begin_segment;
+    R* at = states + first_chunk * s.state_size + x;
+    const R* through = decays.through + first_chunk * decays.columns + column;
     R state = 0;
     if (!(kReverse ? ends : begins)) state = carry.in[kept_head * s.state_size + x];
     else if (x < kv_size && first.kv) state = first.kv[head * kv_size + x];
     else if (x >= kv_size && first.k_sum) state = first.k_sum[head * p.head_dim + feature];
-    for (int64_t i = 0; i < count; i += kAhead) {
+    for (int64_t left = end - begin; left > 0; left -= kAhead, at += kAhead * step, through += kAhead * through_step) {
       R added[kAhead], factor[kAhead];
 #pragma unroll
       for (int k = 0; k < kAhead; k++) {
-        const int64_t chunk = kReverse ? first_chunk - i - k : first_chunk + i + k;
-        const bool inside = i + k < count;
-        added[k] = inside ? at[chunk * s.state_size] : R(0);
-        factor[k] = inside && decays.columns ? through[chunk * decays.columns] : R(1);
+        added[k] = k < left ? at[k * step] : R(0);
+        factor[k] = k < left && decays.columns ? through[k * through_step] : R(1);
       }
 #pragma unroll
       for (int k = 0; k < kAhead; k++) {
-        if (i + k >= count) break;
-        at[(kReverse ? first_chunk - i - k : first_chunk + i + k) * s.state_size] = state;
+        if (k >= left) break;
+        at[k * step] = state;
         state = factor[k] == 0 ? added[k] : multiply_add(state, factor[k], added[k]);
       }
     }
