@@ -163,6 +163,34 @@ def step(threads: int, rounds: int, seconds: float) -> Iterator[Row]:
         yield Row("linear_step", "(1, 8, 1, 64) after 10^6 tokens", "the first", "us", found["ours"] * 1e6, found["theirs"] * 1e6)
 
 
+PACKED_LENGTHS = (2048, 16, 700, 64, 1500, 128, 33, 1024, 300, 512, 90, 1200, 256, 17, 1800, 48)  # 16 to 2048
+
+
+def packed(threads: int, rounds: int, seconds: float) -> Iterator[Row]:
+    """Packed sequences of mixed lengths against one sequence of the same total, and against a call for each of them."""
+    lengths = torch.tensor((0, *PACKED_LENGTHS))
+    cu_seqlens = lengths.cumsum(0)
+    total = int(cu_seqlens[-1])
+    ours = partial(ta.linear_attention, causal=True, cu_seqlens=cu_seqlens)
+    whole = partial(ta.linear_attention, causal=True)
+
+    def one_by_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        parts = zip(*(tensor.split(PACKED_LENGTHS, 2) for tensor in (query, key, value)))
+        return torch.cat([whole(*part) for part in parts], 2)
+
+    with machine.pinned(threads):
+        for num_heads, direction in itertools.product((8, 1), DIRECTIONS[:2]):
+            case = _shape(total).replace(num_heads=num_heads)
+            if not _is_right(case, ours, one_by_one):
+                yield Row("linear_packed", _name(case), wrong=True)
+                continue
+            calls = {name: _call(function, case, direction) for name, function in (("ours", ours), ("theirs", whole), ("loop", one_by_one))}
+            found = alternate(calls, rounds=rounds, seconds=seconds)
+            what = f"(1, {num_heads}, {total}, 64) float32, {len(PACKED_LENGTHS)} sequences, {direction}"
+            yield Row("linear_packed", what, "ours, one sequence", "ms", found["ours"] * 1e3, found["theirs"] * 1e3)
+            yield Row("linear_packed", what, "ours, a call each", "ms", found["ours"] * 1e3, found["loop"] * 1e3).want(at_least=1.0)
+
+
 def memory(threads: int, rounds: int, seconds: float) -> Iterator[Row]:
     """Slope of the peak beyond the inputs over n, forward+backward, against the size of outputs and gradients."""
     for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
@@ -217,6 +245,7 @@ CLAIMS: dict[str, Callable[[int, int, float], Iterator[Row]]] = {
     "linear_exact": exact,
     "linear_one_head": one_head,
     "linear_step": step,
+    "linear_packed": packed,
     "linear_memory": memory,
     "linear_peer": fast_transformers,
 }

@@ -5,6 +5,7 @@
 
 #include "attention_varlen_cpu.h"
 #include "cpu/kernels.h"
+#include "linear_varlen_cpu.h"
 #include "tensor.h"
 #include "threads.h"
 
@@ -34,6 +35,9 @@ class Backend {
   }
   void linear_fwd(const LinearAttentionParams& params) const { run(table_.linear_fwd_scratch, table_.linear_fwd, params); }
   void linear_bwd(const LinearAttentionBackwardParams& params) const { run(table_.linear_bwd_scratch, table_.linear_bwd, params); }
+  // Packed sequences.
+  void linear_varlen_fwd(const LinearAttentionParams& params) const { run_packed(PackedLinear(table_, params, nullptr, thread_pool())); }
+  void linear_varlen_bwd(const LinearAttentionBackwardParams& params) const { run_packed(PackedLinear(table_, params.forward, &params, thread_pool())); }
   void linear_step(const LinearAttentionParams& params) const { table_.linear_step(params, thread_pool()); }
   void rotate(const RotateParams& params) const { table_.rotate(params, thread_pool()); }
   void dropout_mask(const DropoutParams& params, const int64_t (&sizes)[4], void* keep) const {
@@ -53,7 +57,8 @@ class Backend {
   }
 
  private:
-  static void run_packed(const PackedAttention& packed) {
+  template <class Packed>
+  static void run_packed(const Packed& packed) {
     const Scratch scratch(packed.scratch_bytes(), 64, 0);
     packed.run(scratch.data());
   }

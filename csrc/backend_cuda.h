@@ -35,6 +35,9 @@ class Backend {
   }
   void linear_fwd(const LinearAttentionParams& params) const { run(cuda::linear_fwd_scratch, cuda::linear_fwd, params); }
   void linear_bwd(const LinearAttentionBackwardParams& params) const { run(cuda::linear_bwd_scratch, cuda::linear_bwd, params); }
+  // Packed sequences: the same kernels.
+  void linear_varlen_fwd(const LinearAttentionParams& params) const { linear_fwd(params); }
+  void linear_varlen_bwd(const LinearAttentionBackwardParams& params) const { linear_bwd(params); }
   void linear_step(const LinearAttentionParams& params) const { check(cuda::linear_step(params, stream_)); }
   void rotate(const RotateParams& params) const { check(cuda::rotate(params, stream_)); }
   void dropout_mask(const DropoutParams& params, const int64_t (&sizes)[4], void* keep) const {

@@ -82,6 +82,24 @@ inline const void* check_array(Tensor* tensor, int32_t dtype, int64_t count) {
   return tensor->data;
 }
 
+// int64 (num_sequences + 1,), 0 at the start, never less than before, `total` at the end. On CUDA values are not read: kernels act as if they were
+// limited to what they may be.
+inline const int64_t* check_offsets(Tensor* offsets, int64_t total, const char* total_name) {
+  read(offsets);
+  check_dtype(*offsets, codes.int64);
+  if (offsets->rank != 1 || offsets->size(0) < 1) fail(offsets->name, " must have shape (num_sequences + 1,), got ", offsets->shape());
+  make_contiguous(offsets);
+  const auto* values = static_cast<const int64_t*>(offsets->data);
+  if (!device::kReadsValues) return values;
+  const int64_t last = offsets->size(0) - 1;
+  if (values[0] != 0) fail(offsets->name, " must start at 0, got ", values[0]);
+  for (int64_t i = 0; i < last; ++i) {
+    if (values[i + 1] < values[i]) fail(offsets->name, " must not decrease, got ", values[i], " before ", values[i + 1], " at ", i);
+  }
+  if (values[last] != total) fail(offsets->name, " must end at ", total_name, " (", total, "), got ", values[last]);
+  return values;
+}
+
 // key or value: (..., num_heads_kv, seqlen_kv, any) with the leading dimensions of query.
 inline void check_key_or_value(const Tensor& tensor, const Tensor& query) {
   check_same_dtype(tensor, query);

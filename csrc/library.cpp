@@ -80,7 +80,8 @@ bool in_forked_child() { return forked.load(std::memory_order_relaxed); }
   "Tensor? query_table, Tensor? key_table, SymInt max_seqlen_q, SymInt max_seqlen_kv, float scale, "          \
   "float softcap, float dropout_p, SymInt[] intervals, SymInt[] dropout_offsets, bool interleaved"
 #define LINEAR_INPUTS "Tensor query, Tensor key, Tensor value, Tensor? key_mask, Tensor? log_decay, "
-#define LINEAR_ARGUMENTS LINEAR_INPUTS "Tensor? initial_kv, Tensor? initial_k_sum, int query_map, int key_map, bool causal, bool normalize, float scale"
+#define LINEAR_ARGUMENTS \
+  LINEAR_INPUTS "Tensor? initial_kv, Tensor? initial_k_sum, Tensor? cu_seqlens, int query_map, int key_map, bool causal, bool normalize, float scale"
 
 STABLE_TORCH_LIBRARY(tiled_attention, m) {
   // No autograd formula: inference, and the eager autograd function inside itself.

@@ -8,7 +8,7 @@ namespace {
 
 // Absent tensors stay default-constructed.
 struct LinearArguments {
-  Tensor query, key, value, key_mask, log_decay, kv, k_sum;
+  Tensor query, key, value, key_mask, log_decay, kv, k_sum, cu_seqlens;
   int64_t query_map = 0, key_map = 0;
   bool causal = true, normalize = true;
   double scale = 1;
@@ -19,7 +19,7 @@ FeatureMap check_map(const char* name, int64_t map) {
   return static_cast<FeatureMap>(map);
 }
 
-// (..., num_heads_kv, head_dim, head_dim_v) and (..., num_heads_kv, head_dim).
+// (..., num_heads_kv, head_dim, head_dim_v) and (..., num_heads_kv, head_dim); packed, of num_sequences in place of the batch.
 struct StateShape {
   int64_t rank = 0;  // of kv
   int64_t kv[kMaxRank], k_sum[kMaxRank];
@@ -32,6 +32,22 @@ void* check_state(Tensor* tensor, int32_t real, const int64_t* sizes, int64_t ra
   check_shape(*tensor, sizes, rank);
   make_contiguous(tensor);
   return tensor->data;
+}
+
+// Sequences one after the other in tensors of batch 1.
+void check_packed(LinearArguments* args, LinearAttentionParams* params) {
+  const Tensor& query = args->query;
+  if (query.rank != 4 || query.size(0) != 1) fail("query must have shape (1, num_heads, total, head_dim) with cu_seqlens, got ", query.shape());
+  if (params->seqlen_q != params->seqlen_kv) {
+    fail("key must have the total length of query (", params->seqlen_q, ") with cu_seqlens, got shape ", args->key.shape());
+  }
+  params->cu_seqlens = check_offsets(&args->cu_seqlens, params->seqlen_q, "the total length");
+  params->num_sequences = args->cu_seqlens.size(0) - 1;
+}
+
+// Nothing to compute: no heads or no rows, or rows of no sequence, which CUDA does not refuse.
+bool is_empty(const LinearAttentionParams& params) {
+  return params.batch * params.num_heads_kv == 0 || params.seqlen_kv == 0 || (params.cu_seqlens && params.num_sequences == 0);
 }
 
 // Checks all arguments but the state, fills `params` but for results and batch dimensions, and adds the tensors to `batch_dims`.
@@ -71,6 +87,10 @@ StateShape check_linear(LinearArguments* args, LinearAttentionParams* params, Ba
   std::memcpy(state.k_sum, key.sizes, static_cast<size_t>(key.rank) * sizeof(int64_t));
   state.kv[state.rank - 2] = params->head_dim, state.kv[state.rank - 1] = params->head_dim_v;
   state.k_sum[state.rank - 2] = params->head_dim;
+  if (args->cu_seqlens) {
+    check_packed(args, params);
+    state.kv[0] = state.k_sum[0] = params->num_sequences;
+  }
   return state;
 }
 
@@ -91,6 +111,7 @@ LinearArguments take_linear_arguments(Arguments* stack) {
           stack->optional_tensor("log_decay"),
           stack->optional_tensor("initial_kv"),
           stack->optional_tensor("initial_k_sum"),
+          stack->optional_tensor("cu_seqlens"),
           stack->scalar<int64_t>(),
           stack->scalar<int64_t>(),
           stack->scalar<bool>(),
@@ -127,8 +148,10 @@ void linear_attention_fwd(StableIValue* stack, uint64_t, uint64_t) {
   batch_dims.add(out, params.dtype, &params.out);
   params.final_kv = kv.data, params.final_k_sum = k_sum.data;
   batch_dims.finish(args.query.sizes, args.query.rank - 3, &params);
-  if (params.batch * params.num_heads_kv == 0 || params.seqlen_kv == 0) {
+  if (is_empty(params)) {
     fill_without_tokens(params, out, kv, k_sum);
+  } else if (params.cu_seqlens) {
+    backend.linear_varlen_fwd(params);
   } else {
     backend.linear_fwd(params);
   }
@@ -183,13 +206,15 @@ void linear_attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
   if (wants(kInitialKSum)) grads[kInitialKSum] = empty_contiguous(names[kInitialKSum], real, args.query.device, state.rank - 1, state.k_sum);
   params.grad_initial_kv = grads[kInitialKv].data, params.grad_initial_k_sum = grads[kInitialKSum].data;
   batch_dims.finish(args.query.sizes, args.query.rank - 3, &forward);
-  if (forward.batch * forward.num_heads_kv == 0 || forward.seqlen_kv == 0) {
+  if (is_empty(forward)) {
     for (const Tensor& grad : grads) {
       if (grad) fill_bytes(grad, 0);
     }
     // Without tokens the state passes through.
     if (grads[kInitialKv] && grad_kv) copy_bytes(grads[kInitialKv], params.grad_final_kv);
     if (grads[kInitialKSum] && grad_k_sum) copy_bytes(grads[kInitialKSum], params.grad_final_k_sum);
+  } else if (forward.cu_seqlens) {
+    backend.linear_varlen_bwd(params);
   } else {
     backend.linear_bwd(params);
   }

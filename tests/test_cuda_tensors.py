@@ -148,7 +148,7 @@ def test_weights_dropout_masks_and_dense_masks(fake: FakeTensorMode):
 def test_linear_operators(decay: int, fake: FakeTensorMode):
     query, key, value = tensors()
     log_decay = torch.empty(2, 2, 40, decay, device="cuda") if decay else None
-    inputs = (query, key, value, None, log_decay, None, None, 1, 1, True, True, 1.0)
+    inputs = (query, key, value, None, log_decay, None, None, None, 1, 1, True, True, 1.0)
     out, kv, k_sum = library.ops.linear_attention_fwd(*inputs)
     grads = library.ops.linear_attention_bwd(out, kv, k_sum, *inputs, 15 if decay else 7)
     assert on_cuda(out, kv, k_sum, *grads) and [g.shape for g in grads[:3]] == [x.shape for x in (query, key, value)]
@@ -219,7 +219,7 @@ def test_where_nothing_serves_cuda_tensors_the_operators_say_why():
     kept = library.refuse_cuda("the reason")
     for call in (
         lambda: library.ops.attention_fwd.default.redispatch(on_cuda, x, x, x, *[None] * 13, 1.0, 0.0, 0.0, [], [], False, False, False),
-        lambda: library.ops.linear_attention_fwd.default.redispatch(on_cuda, x, x, x, *[None] * 4, 0, 0, True, True, 1.0),
+        lambda: library.ops.linear_attention_fwd.default.redispatch(on_cuda, x, x, x, *[None] * 5, 0, 0, True, True, 1.0),
         lambda: library.ops.dropout_mask.default.redispatch(on_cuda, torch.tensor(1), 0.5, 1, 1, 1, 1, []),
     ):
         with pytest.raises(RuntimeError, match=r"tiled_attention::\w+: the reason"):

@@ -362,7 +362,7 @@ def test_autocast_leaves_gates_and_states_as_they_are():
 
 # What torch.ops cannot differentiate says so.
 
-RAW = (None,) * 4 + (1, 1, True, True, 1.0)
+RAW = (None,) * 5 + (1, 1, True, True, 1.0)
 
 
 def raw(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -185,12 +185,12 @@ def test_export_of_a_step():
 
 # Fake tensors have the shapes, dtypes and strides of real ones.
 
-WITHOUT = (None,) * 4
+WITHOUT = (None,) * 5
 
 
 def operators(query, key, value, gate, kv, k_sum):
     ops = torch.ops.tiled_attention
-    arguments = (query, key, value, None, gate, kv, k_sum, 1, 1, True, True, 1.0)
+    arguments = (query, key, value, None, gate, kv, k_sum, None, 1, 1, True, True, 1.0)
     out, *state = ops.linear_attention_fwd(*arguments)
     gradients = ops.linear_attention_bwd(torch.ones_like(out), *state, *arguments, 63)
     few = ops.linear_attention_bwd(torch.ones_like(out), None, None, *arguments, 0b100010)
@@ -267,7 +267,7 @@ def test_errors_name_the_argument_everywhere(name):
 
 
 def raw(query, key, value, key_mask=None, log_decay=None, kv=None, k_sum=None, causal=True):
-    return torch.ops.tiled_attention.linear_attention_fwd(query, key, value, key_mask, log_decay, kv, k_sum, 1, 1, causal, True, 1.0)
+    return torch.ops.tiled_attention.linear_attention_fwd(query, key, value, key_mask, log_decay, kv, k_sum, None, 1, 1, causal, True, 1.0)
 
 
 BAD_RAW = {

@@ -302,6 +302,17 @@ void run_linear(DType dtype, const Sizes& s, int options, bool aligned) {
   cuda::linear_bwd_scratch(b);
   RUN(linear_bwd, b, pointer(), nullptr);
 
+  // Packed sequences.
+  if (p.seqlen_q == p.seqlen_kv) {
+    LinearAttentionBackwardParams packed = b;
+    packed.forward.batch_sizes[0] = packed.forward.batch = 1;
+    packed.forward.cu_seqlens = static_cast<const int64_t*>(pointer()), packed.forward.num_sequences = s.batch;
+    cuda::linear_fwd_scratch(packed.forward);
+    RUN(linear_fwd, packed.forward, pointer(), nullptr);
+    cuda::linear_bwd_scratch(packed);
+    RUN(linear_bwd, packed, pointer(), nullptr);
+  }
+
   if (causal && s.seqlen_q == 1) {
     p.initial_kv = pointer(), p.initial_k_sum = pointer();
     RUN(linear_step, p, nullptr);

@@ -157,6 +157,10 @@ struct LinearAttentionParams {
   // Real, contiguous [batch][num_heads_kv][head_dim][head_dim_v] and [..][head_dim]. Initial: both null are zeros.
   const void *initial_kv = nullptr, *initial_k_sum = nullptr;
   void *final_kv = nullptr, *final_k_sum = nullptr;  // may be null in backward
+  // Packed: batch is 1, seqlen_q and seqlen_kv are the total, and states are [num_sequences][num_heads_kv].. Sequence b holds the rows from
+  // cu_seqlens[b] to cu_seqlens[b + 1] and is a call of its own.
+  const int64_t* cu_seqlens = nullptr;  // [num_sequences + 1], null: not packed
+  int64_t num_sequences = 0;
 };
 
 // Rows turned as RotaryParams says.
@@ -178,6 +182,7 @@ struct LinearAttentionBackwardParams {
   TensorView grad_query, grad_key, grad_value;                       // dtype
   TensorView grad_log_decay;                                         // Real, like log_decay; may be absent
   void *grad_initial_kv = nullptr, *grad_initial_k_sum = nullptr;    // like the state; may be null
+  int calls = 1;  // on the CPU: how many calls like this one keep their states at a time
 };
 
 // A key-value cache. Key j of a batch item stands in its slot j, or where the cache is a ring, from slot `pinned` on, in turns.

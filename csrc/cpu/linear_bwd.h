@@ -85,7 +85,7 @@ struct LinearBackward {
     segment_size = segment_chunks * chunk;
     segments = int(max_of(int64_t(1), (chunks + segment_chunks - 1) / segment_chunks));
     group = segment_chunks;
-    if (group * layout.size * int64_t(sizeof(Real)) > linear_state_bytes(pool.num_workers))
+    if (group * layout.size * int64_t(sizeof(Real)) > linear_state_bytes(max_of(pool.num_workers, params.calls)))
       for (group = 1; group * group < segment_chunks;) group++;
     if (!p.causal) group = 1;
   }

@@ -48,11 +48,12 @@ __global__ void __launch_bounds__(Shape<Real<T>>::kThreads, kKeyGradBlocks<Real<
   const int64_t feature_blocks = blocks_of(p.head_dim);
   const BlockIndex at(feature_blocks + blocks_of(p.head_dim_v), s.chunks, p.num_heads_kv);
   const ChunkRows rows(s, at.chunk, p.seqlen_kv);
+  if (rows.count == 0) return;
   const int64_t end = rows.begin + rows.count;
   const Rows<const T> key = rows_of<const T>(p, p.key, at.batch, at.head), value = rows_of<const T>(p, p.value, at.batch, at.head);
   const Rows<const uint8_t> mask = rows_of<const uint8_t>(p, p.key_mask, at.batch, at.head);
   const Rows<const R> log_decay = rows_of<const R>(p, p.log_decay, at.batch, at.head);
-  const R* const grad = kept.grads + (p.causal ? at.batch_head * s.chunks + at.chunk : at.batch_head) * s.state_size;
+  const R* const grad = kept.grads + state_of(p, s, at.batch_head, at.chunk, rows) * s.state_size;
   const R* const grad_sum = grad + p.head_dim * p.head_dim_v;
   const Rows<const R> grad_kv(grad, p.head_dim_v, 1);
   const R* const decay_out = kept.decays.out + (at.batch_head * s.tokens() + rows.local) * kept.decays.columns;

@@ -57,12 +57,13 @@ __global__ void __launch_bounds__(Shape<Real<T>>::kThreads, kQueryGradBlocks<Rea
   const BlockIndex at(1, s.chunks, p.num_heads);
   const int64_t head_kv = at.head / (p.num_heads / p.num_heads_kv), state_head = at.batch * p.num_heads_kv + head_kv;
   const ChunkRows rows(s, at.chunk, p.seqlen_q);
+  if (rows.count == 0) return;
   const int64_t end = rows.begin + rows.count;
   const Rows<const T> query = rows_of<const T>(p, p.query, at.batch, at.head), key = rows_of<const T>(p, p.key, at.batch, head_kv),
                       value = rows_of<const T>(p, p.value, at.batch, head_kv), grad_out = rows_of<const T>(p, params.grad_out, at.batch, at.head);
   const Rows<const uint8_t> mask = rows_of<const uint8_t>(p, p.key_mask, at.batch, head_kv);
   const Rows<const R> log_decay = rows_of<const R>(p, p.log_decay, at.batch, head_kv);
-  const R* const state = kept.states + (p.causal ? state_head * s.chunks + at.chunk : state_head) * s.state_size;
+  const R* const state = kept.states + state_of(p, s, state_head, at.chunk, rows) * s.state_size;
   const R* const k_sum = state + p.head_dim * p.head_dim_v;
   const Rows<const R> kv(state, p.head_dim_v, 1);
   const R* const decay_in = kept.decays.in + (state_head * s.tokens() + rows.local) * kept.decays.columns;

@@ -18,6 +18,7 @@ __global__ void __launch_bounds__(kFlowThreads) linear_state_flow_kernel(LinearA
   simt::Carver carver(memory);
   R* const sums = carver.take<R>(kFlowThreads / 32);
   const int64_t item = blockIdx.x, columns = kept.decays.columns;
+  if (ChunkRows(s, item % s.chunks, p.seqlen_kv).count == 0) return;
   const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
   const R *const state = kept.states + item * s.state_size, *const grad = kept.grads + item * s.state_size;
   const R* const through = kept.decays.through + item * columns;
@@ -54,6 +55,7 @@ __global__ void __launch_bounds__(kTile) linear_decay_grad_kernel(LinearAttentio
   R* const key_flow = carver.take<R>(kTile);
   const BlockIndex at(1, s.chunks, p.num_heads_kv);
   const ChunkRows rows(s, at.chunk, p.seqlen_kv);
+  if (rows.count == 0) return;
   const int64_t group = p.num_heads / p.num_heads_kv;
   const int t = int(threadIdx.x);
   if (t < rows.count) {
@@ -88,6 +90,7 @@ __global__ void __launch_bounds__(kTile) linear_gated_grad_kernel(LinearAttentio
 
   const BlockIndex at(blocks_of(p.head_dim), s.chunks, p.num_heads_kv);
   const ChunkRows rows(s, at.chunk, p.seqlen_kv);
+  if (rows.count == 0) return;
   const int64_t d = at.part * kTile + lane, group = p.num_heads / p.num_heads_kv;
   if (d >= p.head_dim) return;
   const Rows<const T> key = rows_of<const T>(p, p.key, at.batch, at.head);

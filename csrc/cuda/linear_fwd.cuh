@@ -25,13 +25,14 @@ __global__ void __launch_bounds__(Shape<Real<T>>::kThreads, kOutBlocks<Real<T>, 
   const BlockIndex at(1, s.chunks, p.num_heads);
   const int64_t head_kv = at.head / (p.num_heads / p.num_heads_kv), state_head = at.batch * p.num_heads_kv + head_kv;
   const ChunkRows rows(s, at.chunk, p.seqlen_q);
+  if (rows.count == 0) return;
   const int64_t end = rows.begin + rows.count;
   const Rows<const T> query = rows_of<const T>(p, p.query, at.batch, at.head), key = rows_of<const T>(p, p.key, at.batch, head_kv),
                       value = rows_of<const T>(p, p.value, at.batch, head_kv);
   const Rows<T> out = rows_of<T>(p, p.out, at.batch, at.head);
   const Rows<const uint8_t> mask = rows_of<const uint8_t>(p, p.key_mask, at.batch, head_kv);
   const Rows<const R> log_decay = rows_of<const R>(p, p.log_decay, at.batch, head_kv);
-  const R* const state = states + (p.causal ? state_head * s.chunks + at.chunk : state_head) * s.state_size;
+  const R* const state = states + state_of(p, s, state_head, at.chunk, rows) * s.state_size;
   const R* const k_sum = state + p.head_dim * p.head_dim_v;
   const Rows<const R> kv(state, p.head_dim_v, 1);
   const R* const decay_in = decays.in + (state_head * s.tokens() + rows.local) * decays.columns;
@@ -125,26 +126,28 @@ template <class T> struct LinearForward {
   using R = Real<T>;
   const LinearAttentionParams& p;
   LinearPlan plan;
-  R *states, *carry;
+  R *states, *carries, *ends;  // [heads_kv][chunks][state_size]; [2][heads_kv][state_size]; not causal: of sequences [..][heads_kv][state_size]
   Decays<R> decays;
 
-  LinearForward(const LinearAttentionParams& p, Scratch* scratch) : p(p), plan(p, sizeof(R), 0, 1) {
-    states = scratch->take<R>(plan.heads_kv() * plan.keys.chunks * plan.keys.state_size);
-    carry = scratch->take<R>(plan.heads_kv() * plan.keys.state_size);
+  LinearForward(const LinearAttentionParams& p, Scratch* scratch) : p(p), plan(p, sizeof(R), 0, 1, scratch) {
+    const int64_t size = plan.keys.state_size;
+    states = scratch->take<R>(plan.heads_kv() * plan.keys.chunks * size);
+    carries = scratch->take<R>(plan.segments() > 1 ? 2 * plan.heads_kv() * size : 0);
+    ends = scratch->take<R>(p.causal ? 0 : plan.ends() * size);
     decays = take_decays<R>(p, plan.keys, scratch);
   }
   template <Decay kDecay> void run(Stream stream) const {
-    const StateEnd<const R> initial{(const R*)p.initial_kv, (const R*)p.initial_k_sum, nullptr}, carried{nullptr, nullptr, carry};
+    const StateEnd<const R> initial{(const R*)p.initial_kv, (const R*)p.initial_k_sum, nullptr};
+    const StateEnd<R> final_state{(R*)p.final_kv, (R*)p.final_k_sum, p.causal ? nullptr : ends};
+    plan.find_chunks(stream);
     for (int64_t i = 0; i < plan.segments(); i++) {
       const Segment s = plan.segment(i);
-      const bool last = i == plan.segments() - 1;
       if (kDecay != Decay::None) launch_decays<R>(p, s, decays, stream);
       launch_contributions<T, kDecay>(p, s, decays, (const R*)nullptr, (const R*)nullptr, states, stream);
-      launch_scan<R, false>(p, s, decays, i == 0 ? initial : carried, states,
-                            StateEnd<R>{last ? (R*)p.final_kv : nullptr, last ? (R*)p.final_k_sum : nullptr, carry}, stream);
+      launch_scan<R, false>(p, s, decays, initial, states, final_state, Carry<R>{plan.boundary(carries, i), plan.boundary(carries, i + 1)}, stream);
       if (p.causal) launch_out<T, kDecay>(p, s, decays, states, stream);
     }
-    if (!p.causal) launch_out<T, kDecay>(p, plan.all(p.seqlen_q), decays, carry, stream);
+    if (!p.causal) launch_out<T, kDecay>(p, plan.all(p.seqlen_q), decays, ends, stream);
   }
 };
 

@@ -9,14 +9,6 @@
 namespace tiled_attention {
 namespace cuda {
 
-// The tokens of one chunk: rows [begin, begin + count) of the tensors, rows [local, local + count) of what is kept for a segment.
-struct ChunkRows {
-  int64_t begin, local;
-  int count;
-  SIMT_DEVICE ChunkRows(const Segment& s, int64_t chunk, int64_t seqlen)
-      : begin((s.first_chunk + chunk) * kTile), local(chunk * kTile), count(int(min_of(int64_t(kTile), seqlen - begin))) {}
-};
-
 // Shared memory of a kernel that works on the pairs of a chunk. left and right are the halves of stage.
 template <class R, Decay kDecay, int kVectors> struct PairShared {
   R *tile, *stage, *left, *right;  // [kTile][kTile] each; [kTile][kStep] or [kStep][kTile]

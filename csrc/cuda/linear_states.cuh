@@ -12,7 +12,7 @@
 #include "../core/mask.h"
 #include "../core/scratch.h"
 #include "kernels.h"
-#include "linear_tile.cuh"
+#include "linear_packed.cuh"
 
 namespace tiled_attention {
 namespace cuda {
@@ -29,9 +29,30 @@ template <class R, Decay kDecay> constexpr int kKeyGradBlocks = sizeof(R) == 8 ?
 struct Segment {
   int64_t first_chunk = 0, chunks = 0, span = kTile;
   int64_t state_size = 0;  // S [head_dim][head_dim_v], z [head_dim], rounded up
-  int64_t kept_tokens = 0;  // rows of what is kept per token and head; 0: all of the chunks
+  int64_t kept_tokens = 0;  // rows of what is kept per token and head, of all segments; 0: those of the chunks
+  int64_t all_chunks = 0;   // of all segments
+  PackedChunks packed;
   HOST_DEVICE int64_t tokens() const { return kept_tokens ? kept_tokens : chunks * span; }
 };
+
+// The tokens of one chunk: rows [begin, begin + count) of the tensors, rows [local, local + count) of what is kept for a segment.
+struct ChunkRows {
+  int64_t begin, local, sequence;  // packed: which one
+  int count;                       // packed: 0 where the chunk is not used
+  SIMT_DEVICE ChunkRows(const Segment& s, int64_t chunk, int64_t seqlen) : local(((s.kept_tokens ? s.first_chunk : 0) + chunk) * s.span) {
+    if (s.packed.chunks) {
+      const PackedChunk packed = s.packed.chunks[s.first_chunk + chunk];
+      begin = packed.begin, count = packed.count, sequence = packed.sequence;
+    } else {
+      begin = (s.first_chunk + chunk) * s.span, count = int(min_of(s.span, seqlen - begin)), sequence = 0;
+    }
+  }
+};
+// Where the state before a chunk lies, or the gradient of the one behind it; batch_head counts the heads that have states.
+SIMT_DEVICE int64_t state_of(const LinearAttentionParams& p, const Segment& s, int64_t batch_head, int64_t chunk, const ChunkRows& rows) {
+  if (p.causal) return batch_head * s.chunks + chunk;
+  return s.packed.chunks ? rows.sequence * p.num_heads_kv + batch_head : batch_head;
+}
 
 // Of the tokens of a segment, [batch * num_heads_kv][tokens][columns]; through [..][chunks][columns]. One column or head_dim.
 template <class R> struct Decays {
@@ -79,13 +100,19 @@ namespace {
 
 constexpr int kScanThreads = 128;
 
+// How many sequences are scanned at a time.
+HOST_DEVICE int64_t scanned(const LinearAttentionParams& p, const Segment& s) {
+  return s.packed.chunks ? min_of(p.num_sequences, max_of(s.chunks, int64_t(1))) : p.batch;
+}
+
 template <class R> __global__ void __launch_bounds__(kScanThreads, 4) linear_decay_kernel(LinearAttentionParams p, Segment s, Decays<R> decays) {
   const int64_t index = int64_t(blockIdx.x) * kScanThreads + threadIdx.x;
   if (index >= p.batch * p.num_heads_kv * s.chunks * decays.columns) return;
   const int64_t col = index % decays.columns, chunk = index / decays.columns % s.chunks, batch_head = index / decays.columns / s.chunks;
   const Rows<const R> g = rows_of<const R>(p, p.log_decay, batch_head / p.num_heads_kv, batch_head % p.num_heads_kv);
-  const int64_t begin = (s.first_chunk + chunk) * kTile, count = min_of(int64_t(kTile), p.seqlen_kv - begin);
-  const int64_t at = (batch_head * s.tokens() + chunk * kTile) * decays.columns + col;
+  const ChunkRows rows(s, chunk, p.seqlen_kv);
+  const int64_t begin = rows.begin, count = rows.count;
+  const int64_t at = (batch_head * s.tokens() + rows.local) * decays.columns + col;
   R sum = 0;
   for (int64_t i = 0; i < count; i++) decays.in[at + i * decays.columns] = exp_of(sum += *g.at(begin + i, col));
   decays.through[(batch_head * s.chunks + chunk) * decays.columns + col] = exp_of(sum);
@@ -115,7 +142,9 @@ __global__ void __launch_bounds__(Shape<Real<T>>::kThreads, kContributionBlocks<
   const BlockIndex at(feature_blocks * value_blocks, s.chunks, p.num_heads_kv);
   const int64_t first_feature = at.part / value_blocks * kTile, first_col = at.part % value_blocks * kTile;
   const int64_t seqlen = kBackward ? p.seqlen_q : p.seqlen_kv, group = kBackward ? p.num_heads / p.num_heads_kv : 1;
-  const int64_t begin = (s.first_chunk + at.chunk) * s.span, end = min_of(begin + s.span, seqlen), first_token = s.first_chunk * s.span;
+  const ChunkRows rows(s, at.chunk, seqlen);
+  if (rows.count == 0) return;
+  const int64_t begin = rows.begin, end = begin + rows.count, first_token = begin - rows.local;
   const Rows<const uint8_t> mask = kBackward ? Rows<const uint8_t>() : rows_of<const uint8_t>(p, p.key_mask, at.batch, at.head);
   // The decay from a token to the end of its chunk, or from the start of the chunk to the token.
   const R* const decay = (kBackward ? decays.in : decays.out) + at.batch_head * s.tokens() * decays.columns;
@@ -184,46 +213,72 @@ __global__ void __launch_bounds__(Shape<Real<T>>::kThreads, kContributionBlocks<
   if (first_col == 0 && threadIdx.x < kTile && first_feature + threadIdx.x < p.head_dim) state[p.head_dim * p.head_dim_v + first_feature + threadIdx.x] = sum;
 }
 
-// One state, or gradient of a state, per head: as the caller has it, or [heads][state_size].
+// One state, or gradient of a state, per head of each sequence: as the caller has it, and [heads][state_size].
 template <class R> struct StateEnd {
   R *kv = nullptr, *k_sum = nullptr;  // each may be null
   R* whole = nullptr;                 // may be null
 };
+// The state where a segment meets its neighbours, [heads_kv][state_size]; not the same memory, for a sequence may end where another one begins.
+template <class R> struct Carry {
+  const R* in = nullptr;
+  R* out = nullptr;  // may be null
+};
 
 // In place of what each chunk adds the state before it; with kReverse what each adds to the gradient of the state becomes the gradient of the
-// state behind it. first: where to start, zeros if all null. last: where to leave the end.
+// state behind it. first: where a sequence starts, zeros if null. last: where to leave its end.
 template <class R, bool kReverse>
 __global__ void __launch_bounds__(kScanThreads)
-    linear_scan_kernel(LinearAttentionParams p, Segment s, Decays<R> decays, StateEnd<const R> first, R* states, StateEnd<R> last) {
+    linear_scan_kernel(LinearAttentionParams p, Segment s, Decays<R> decays, StateEnd<const R> first, R* states, StateEnd<R> last, Carry<R> carry) {
   constexpr int kAhead = 4;
   const int64_t kv_size = p.head_dim * p.head_dim_v, size = kv_size + p.head_dim, index = int64_t(blockIdx.x) * kScanThreads + threadIdx.x;
-  if (index >= p.batch * p.num_heads_kv * size) return;
-  const int64_t head = index / size, x = index % size, feature = x < kv_size ? x / p.head_dim_v : x - kv_size;
-  const R* const through = decays.through + head * s.chunks * decays.columns + (decays.columns > 1 ? feature : 0);
-  R* const at = states + head * s.chunks * s.state_size + x;
-  R state = 0;
-  if (first.whole) state = first.whole[head * s.state_size + x];
-  else if (x < kv_size && first.kv) state = first.kv[head * kv_size + x];
-  else if (x >= kv_size && first.k_sum) state = first.k_sum[head * p.head_dim + feature];
-  for (int64_t i = 0; i < s.chunks; i += kAhead) {
-    R added[kAhead], factor[kAhead];
-#pragma unroll
-    for (int k = 0; k < kAhead; k++) {
-      const int64_t chunk = kReverse ? s.chunks - 1 - i - k : i + k;
-      const bool inside = i + k < s.chunks;
-      added[k] = inside ? at[chunk * s.state_size] : R(0);
-      factor[k] = inside && decays.columns ? through[chunk * decays.columns] : R(1);
+  const int64_t item = index / size, x = index % size, feature = x < kv_size ? x / p.head_dim_v : x - kv_size;
+  const bool packed = s.packed.chunks != nullptr;
+  const int64_t together = scanned(p, s), sequences = packed ? p.num_sequences : p.batch, first_head = item % p.num_heads_kv;
+  int64_t sequence = item / p.num_heads_kv;
+  if (sequence >= together) return;
+  const int64_t kept_head = packed ? first_head : item, begin_segment = s.first_chunk, end_segment = s.first_chunk + s.chunks;
+  const int64_t column = decays.columns > 1 ? feature : 0, step = kReverse ? -s.state_size : s.state_size;
+  const int64_t through_step = kReverse ? -decays.columns : decays.columns;
+  // Packed: every so many sequences from the first one of the segment on. Those without tokens belong to where they stand.
+  if (packed && begin_segment > 0) sequence += s.packed.chunks[begin_segment].sequence;
+  for (; sequence < sequences; sequence += together) {
+    int64_t begin = 0, end = s.all_chunks;
+    if (packed) {
+      begin = s.packed.first[sequence], end = s.packed.first[sequence + 1];
+      if (begin > end_segment) return;
+      if (begin == end_segment && end > begin) continue;
     }
+    const bool begins = begin >= begin_segment, ends = end <= end_segment;
+    begin = max_of(begin, begin_segment), end = min_of(end, end_segment);
+    const int64_t head = sequence * p.num_heads_kv + first_head, first_chunk = kept_head * s.chunks + (kReverse ? end - 1 : begin) - begin_segment;
+    R* at = states + first_chunk * s.state_size + x;
+    const R* through = decays.through + first_chunk * decays.columns + column;
+    R state = 0;
+    if (!(kReverse ? ends : begins)) state = carry.in[kept_head * s.state_size + x];
+    else if (x < kv_size && first.kv) state = first.kv[head * kv_size + x];
+    else if (x >= kv_size && first.k_sum) state = first.k_sum[head * p.head_dim + feature];
+    for (int64_t left = end - begin; left > 0; left -= kAhead, at += kAhead * step, through += kAhead * through_step) {
+      R added[kAhead], factor[kAhead];
 #pragma unroll
-    for (int k = 0; k < kAhead; k++) {
-      if (i + k >= s.chunks) break;
-      at[(kReverse ? s.chunks - 1 - i - k : i + k) * s.state_size] = state;
-      state = factor[k] == 0 ? added[k] : multiply_add(state, factor[k], added[k]);
+      for (int k = 0; k < kAhead; k++) {
+        added[k] = k < left ? at[k * step] : R(0);
+        factor[k] = k < left && decays.columns ? through[k * through_step] : R(1);
+      }
+#pragma unroll
+      for (int k = 0; k < kAhead; k++) {
+        if (k >= left) break;
+        at[k * step] = state;
+        state = factor[k] == 0 ? added[k] : multiply_add(state, factor[k], added[k]);
+      }
     }
+    if (!(kReverse ? begins : ends)) {
+      if (carry.out) carry.out[kept_head * s.state_size + x] = state;
+      continue;
+    }
+    if (last.whole) last.whole[head * s.state_size + x] = state;
+    if (x < kv_size && last.kv) last.kv[head * kv_size + x] = state;
+    if (x >= kv_size && last.k_sum) last.k_sum[head * p.head_dim + feature] = state;
   }
-  if (last.whole) last.whole[head * s.state_size + x] = state;
-  if (x < kv_size && last.kv) last.kv[head * kv_size + x] = state;
-  if (x >= kv_size && last.k_sum) last.k_sum[head * p.head_dim + feature] = state;
 }
 
 }  // namespace
@@ -255,11 +310,11 @@ void launch_contributions(const Params& params, const Segment& s, const Decays<R
 
 template <class R, bool kReverse>
 void launch_scan(const LinearAttentionParams& p, const Segment& s, const Decays<R>& decays, const StateEnd<const R>& first, R* states, const StateEnd<R>& last,
-                 Stream stream) {
-  const int64_t count = p.batch * p.num_heads_kv * (p.head_dim * p.head_dim_v + p.head_dim);
+                 const Carry<R>& carry, Stream stream) {
+  const int64_t count = scanned(p, s) * p.num_heads_kv * (p.head_dim * p.head_dim_v + p.head_dim);
   if (count == 0) return;
   constexpr auto kernel = &linear_scan_kernel<R, kReverse>;
-  SIMT_LAUNCH(kernel, scan_blocks(count), kScanThreads, 0, stream, p, s, decays, first, states, last);
+  SIMT_LAUNCH(kernel, scan_blocks(count), kScanThreads, 0, stream, p, s, decays, first, states, last, carry);
 }
 
 }  // namespace cuda

@@ -119,6 +119,7 @@ class LinearArguments(NamedTuple):
     log_decay: Tensor | None  # Real (..., num_heads_kv, seqlen_kv, 1 or head_dim)
     initial_kv: Tensor | None  # Real (..., num_heads_kv, head_dim, head_dim_v)
     initial_k_sum: Tensor | None  # Real (..., num_heads_kv, head_dim)
+    cu_seqlens: Tensor | None  # int64 (num_sequences + 1,); the leading size is 1 then, and num_sequences in states
     query_map: int  # 0 identity, 1 elu + 1, 2 relu, 3 exp
     key_map: int
     causal: bool
@@ -139,7 +140,7 @@ class LinearGradients(NamedTuple):
 
 # Of all operators: the leading arguments that are tensors, and (but for additive attention, where they are the first four) the places of
 # those that are differentiable, in the order of the gradients.
-TENSORS = {Arguments: 16, AdditiveArguments: 9, VarlenArguments: 13, LinearArguments: 7}
+TENSORS = {Arguments: 16, AdditiveArguments: 9, VarlenArguments: 13, LinearArguments: 8}
 POSITIONS = (0, 1, 2, 4, 5, 6)
 NO_TENSORS = (None,) * (TENSORS[Arguments] - 3)  # in the place of those behind value
 

@@ -128,6 +128,7 @@ def map_weights(call: Callable[..., Any], size: int, in_dims: Sequence[Any], arg
 LINEAR = Batching(leading={0, 1, 2, 4, 5, 6}, broadcast={3})
 # The same after (grad_out, grad_kv, grad_k_sum).
 LINEAR_BACKWARD = Batching(leading={0, 1, 2, 3, 4, 5, 7, 8, 9}, broadcast={6})
+CU_SEQLENS = 7  # behind those of LINEAR; a step has none. Packed sequences have no further leading dimension: one call per sample
 
 
 def _fold_linear(rule: Batching, size: int, in_dims: Sequence[Any], args: Sequence[Any], query: int) -> list[Any]:
@@ -140,10 +141,14 @@ def _fold_linear(rule: Batching, size: int, in_dims: Sequence[Any], args: Sequen
 
 def map_linear(call: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
     """Rule of linear_attention and linear_attention_step, -> (out, kv, k_sum)."""
+    if isinstance(args[CU_SEQLENS], Tensor):
+        return loop(call, size, in_dims, args)
     return tuple(call(*_fold_linear(LINEAR, size, in_dims, args, 0))), (0, 0, 0)
 
 
 def map_linear_backward(call: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
     """Rule of (grad_out, grad_kv, grad_k_sum, ..., gradients) -> 6 gradients."""
+    if isinstance(args[CU_SEQLENS + 3], Tensor):
+        return loop(call, size, in_dims, args)
     results = call(*_fold_linear(LINEAR_BACKWARD, size, in_dims, args, 3))
     return tuple(results), tuple(0 if args[-1] >> at & 1 else None for at in range(6))

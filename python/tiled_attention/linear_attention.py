@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -21,7 +20,6 @@ from .linear_call import (
     step,
     step_in_place,
 )
-from .linear_varlen import by_sequence
 
 __all__ = ["LinearState", "linear_attention", "linear_attention_step"]
 
@@ -127,10 +125,10 @@ def linear_attention(
         initial_state: S and z before the first token, of the same dtype as the sums; None: 0. Only with causal=True. Not changed. With
             num_heads heads each query head has a state of its own.
         return_state: also return the state after the last token.
-        cu_seqlens: int32 or int64 (num_sequences + 1,): 0, then the sum of the lengths so far, up to seqlen_q = seqlen_kv. Sequences lie
-            one after the other in query, key and value of shape (1, heads, total, dim), and each is what it is alone. initial_state and
-            the returned state then have num_sequences in place of the batch. The offsets are read: on CUDA that waits for the device,
-            and it does not compile.
+        cu_seqlens: int32 or int64 (num_sequences + 1,), on the device of query: 0, then the sum of the lengths so far, up to seqlen_q =
+            seqlen_kv. Sequences lie one after the other in query, key and value of shape (1, heads, total, dim), and each is what it is
+            alone; on the CPU it has the same bits. A sequence may have no tokens. initial_state and the returned state then have
+            num_sequences in place of the batch.
 
     Returns:
         out (..., num_heads, seqlen_q, head_dim_v), dtype of query, dense in the dimension order of query; with `return_state` (out, state),
@@ -138,22 +136,32 @@ def linear_attention(
         heads where log_decay or initial_state has. A sequence without tokens returns the initial state.
 
     Differentiable in query, key, value, log_decay and initial_state, through out and the returned state: any number of times, in reverse
-    and forward mode, under torch.func (vmap folds into the batch); inside torch.compile once in reverse mode. Autocast casts query, key and
-    value; log_decay and states stay what they are.
+    and forward mode, under torch.func (vmap folds into the batch; with cu_seqlens it is one call per sample); inside torch.compile once in
+    reverse mode. With cu_seqlens what is beyond the first backward pass reads the offsets, which on CUDA waits for the device. Autocast
+    casts query, key and value; log_decay and states stay what they are.
 
     Raises:
         ValueError, TypeError or RuntimeError naming the argument, what was expected and what came. That log_decay is <= 0 and not NaN is
-        checked in eager mode on the CPU, and not under torch.func.
+        checked in eager mode on the CPU, and not under torch.func. On CUDA the values of cu_seqlens are not read: kernels act as if the
+        first were 0, the last the total and none less than those before it.
 
     Source: Katharopoulos et al., Transformers are RNNs (2020), sections 3.2 and 3.3. Decay: Sun et al., Retentive network (2023), section
     2.1; Yang et al., Gated linear attention transformers (2024), section 4.
     """
-    if cu_seqlens is not None:
-        options: Any = dict(feature_map=feature_map, causal=causal, normalize=normalize, scale=scale, return_state=True)
-        call: Any = partial(linear_attention, **options)
-        packed = by_sequence(call, query, key, value, cu_seqlens, key_mask, log_decay, initial_state)
-        return packed if return_state else packed[0]
-    args = prepare(query, key, value, feature_map, causal, normalize, scale, key_mask, log_decay, initial_state, state_name="initial_state")
+    args = prepare(
+        query,
+        key,
+        value,
+        feature_map,
+        causal,
+        normalize,
+        scale,
+        key_mask,
+        log_decay,
+        initial_state,
+        state_name="initial_state",
+        cu_seqlens=cu_seqlens,
+    )
     out, kv, k_sum = forward(args)
     out = out.to(out_dtype(query))
     return (out, LinearState(kv, k_sum)) if return_state else out

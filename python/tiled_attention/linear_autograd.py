@@ -12,7 +12,8 @@ from . import batching
 from .arguments import LinearArguments, LinearGradients
 from .autograd import is_differentiating, outer_levels, pick, save, saved, saved_primals, spread
 from .library import ops
-from .linear_derivatives import Results, gradient_tangents, tangents
+from .linear_derivatives import Results
+from .linear_varlen import gradient_tangents, tangents
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 _functorch_active = torch._C._are_functorch_transforms_active

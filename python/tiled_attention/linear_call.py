@@ -89,7 +89,7 @@ def _needs_gradients(args: LinearArguments) -> bool:
 
 
 def _of_step(args: LinearArguments) -> tuple[Any, ...]:
-    return *args[:9], args.normalize, args.scale
+    return *args[:7], args.query_map, args.key_map, args.normalize, args.scale
 
 
 def prepare(
@@ -104,6 +104,7 @@ def prepare(
     log_decay: Tensor | None,
     state: LinearState | None,
     state_name: str,
+    cu_seqlens: Any = None,
 ) -> LinearArguments:
     """The operator's arguments, with everything checked. Where a decay or the state is per query head, so are key and value then."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -114,6 +115,8 @@ def prepare(
             raise TypeError(f"{name} must be True or False, got {flag!r}")
     if query.dim() < 3:
         raise ValueError(f"query must have shape (..., num_heads, seqlen_q, head_dim), got {tuple(query.shape)}")
+    if cu_seqlens is not None:
+        cu_seqlens = _offsets(cu_seqlens, query, key)
     if autocast_active():
         query, key, value = (cast_for_autocast(tensor) for tensor in (query, key, value))
     check_query_key_value(query, key, value)
@@ -139,7 +142,7 @@ def prepare(
     for name, given in (("log_decay", log_decay), (state_name, state)):
         if given is not None and not causal:
             raise ValueError(f"{name} must be None with causal=False, where every query sees all keys, got {type(given).__name__}")
-    kv, k_sum = (None, None) if state is None else _check_state(state, state_name, query, key, value)
+    kv, k_sum = (None, None) if state is None else _check_state(state, state_name, query, key, value, cu_seqlens)
     if log_decay is not None:
         log_decay = _full_decay(log_decay, query, key)
 
@@ -154,7 +157,19 @@ def prepare(
     if log_decay is not None:
         log_decay = log_decay.to(real_dtype(query.dtype)).expand(*key.shape[:-1], log_decay.shape[-1])
     return LinearArguments(
-        query, key, value, key_mask, log_decay, kv, k_sum, query_map, key_map, causal, normalize, 1.0 if normalize else scale
+        query,
+        key,
+        value,
+        key_mask,
+        log_decay,
+        kv,
+        k_sum,
+        cu_seqlens,
+        query_map,
+        key_map,
+        causal,
+        normalize,
+        1.0 if normalize else scale,
     )
 
 
@@ -224,13 +239,24 @@ def _full_decay(log_decay: Any, query: Tensor, key: Tensor) -> Tensor:
     return full
 
 
-def _check_state(state: Any, name: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _offsets(cu_seqlens: Any, query: Tensor, key: Tensor) -> Tensor:
+    """int64; the operators check the values."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens must be an int32 or int64 tensor, got {got}")
+    _check_device("cu_seqlens", cu_seqlens, query)
+    linear_fake.check_packed(query, key, cu_seqlens)
+    return cu_seqlens.long()
+
+
+def _check_state(state: Any, name: str, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     if not isinstance(state, tuple) or len(state) != 2 or not all(isinstance(part, Tensor) for part in state):
         raise TypeError(f"{name} must be a LinearState(kv, k_sum) of tensors, got {type(state).__name__}")
     kv, k_sum = state
     num_heads, num_heads_kv, real = query.shape[-3], key.shape[-3], real_dtype(query.dtype)
     heads = num_heads if kv.dim() > 2 and kv.shape[-3] == num_heads else num_heads_kv
-    shape = (*key.shape[:-3], heads, key.shape[-1])
+    leading = key.shape[:-3] if cu_seqlens is None else (cu_seqlens.shape[0] - 1,)
+    shape = (*leading, heads, key.shape[-1])
     for field, part, expected in (("kv", kv, (*shape, value.shape[-1])), ("k_sum", k_sum, shape)):
         if part.dtype != real:
             raise TypeError(f"{name}.{field} must be {real} for {query.dtype} inputs, got {part.dtype}")

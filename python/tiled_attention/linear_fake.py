@@ -23,6 +23,9 @@ def check(args: LinearArguments) -> None:
     check_query_key_value(query, key, value)
     if args.causal and query.shape[-2] != key.shape[-2]:
         raise ValueError(f"key must have the length of query with causal=True ({query.shape[-2]}), got {key.shape[-2]}")
+    if args.cu_seqlens is not None:
+        check_packed(query, key, args.cu_seqlens)
+        check_dtype("cu_seqlens", args.cu_seqlens, (torch.int64,))
     if args.key_mask is not None:
         check_dtype("key_mask", args.key_mask, (torch.bool,))
         check_broadcasts("key_mask", args.key_mask, (*key.shape[:-2], 1, key.shape[-2]))
@@ -31,8 +34,8 @@ def check(args: LinearArguments) -> None:
         check_dtype("log_decay", args.log_decay, (real,))
         _check_shape("log_decay", args.log_decay, (*key.shape[:-1], 1 if args.log_decay.shape[-1:] == (1,) else key.shape[-1]))
     for name, tensor, shape in (
-        ("initial_kv", args.initial_kv, (*key.shape[:-2], key.shape[-1], value.shape[-1])),
-        ("initial_k_sum", args.initial_k_sum, (*key.shape[:-2], key.shape[-1])),
+        ("initial_kv", args.initial_kv, (*_of_state(args), value.shape[-1])),
+        ("initial_k_sum", args.initial_k_sum, _of_state(args)),
     ):
         if tensor is not None:
             check_dtype(name, tensor, (real,))
@@ -48,6 +51,23 @@ def check(args: LinearArguments) -> None:
             raise ValueError(f"{name} must be on the device of query ({query.device}), got {tensor.device}")
 
 
+def check_packed(query: Tensor, key: Tensor, cu_seqlens: Tensor) -> None:
+    """The shapes of a call with `cu_seqlens`."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens must have shape (num_sequences + 1,), got {tuple(cu_seqlens.shape)}")
+    for name, tensor in (("query", query), ("key", key)):
+        if tensor.dim() != 4 or tensor.shape[0] != 1:
+            raise ValueError(f"{name} must have shape (1, heads, total, head_dim) with cu_seqlens, got {tuple(tensor.shape)}")
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(f"key must have the total length of query with cu_seqlens ({query.shape[2]}), got {key.shape[2]}")
+
+
+def _of_state(args: LinearArguments) -> tuple[int, ...]:
+    """The shape of k_sum."""
+    key, offsets = args.key, args.cu_seqlens
+    return (*(key.shape[:-3] if offsets is None else (offsets.shape[0] - 1,)), key.shape[-3], key.shape[-1])
+
+
 def _check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
     if tensor.dim() != len(shape) or any(a != b for a, b in zip(tensor.shape, shape)):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
@@ -56,11 +76,9 @@ def _check_shape(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
 def _forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = LinearArguments(*args)
     check(call)
-    query, key, value = call.query, call.key, call.value
-    real = real_dtype(query.dtype)
-    kv = query.new_empty((*key.shape[:-2], key.shape[-1], value.shape[-1]), dtype=real)
-    k_sum = query.new_empty((*key.shape[:-2], key.shape[-1]), dtype=real)
-    return dense_like(query, (*query.shape[:-1], value.shape[-1])), kv, k_sum
+    query, head_dim_v, shape, real = call.query, call.value.shape[-1], _of_state(call), real_dtype(call.query.dtype)
+    kv, k_sum = query.new_empty((*shape, head_dim_v), dtype=real), query.new_empty(shape, dtype=real)
+    return dense_like(query, (*query.shape[:-1], head_dim_v)), kv, k_sum
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
@@ -81,7 +99,7 @@ def _step(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     for name, tensor in (("query", tensors[0]), ("key", tensors[1])):
         if tensor.shape[-2] != 1:
             raise ValueError(f"{name} must be one token, (..., 1, head_dim), got {tuple(tensor.shape)}")
-    return _forward(*tensors, query_map, key_map, True, normalize, scale)
+    return _forward(*tensors, None, query_map, key_map, True, normalize, scale)
 
 
 for _name, _rule in (
@@ -103,13 +121,13 @@ def _flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], causa
 
 @register_flop_formula([ops.linear_attention_fwd, ops.linear_attention])
 def _forward_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return _flops(query, key, value, args[6])
+    return _flops(query, key, value, args[7])
 
 
 @register_flop_formula(ops.linear_attention_bwd)
 def _backward_flops(grad_out: Any, grad_kv: Any, grad_k_sum: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """2.5 times the forward: five products of its four's sizes, of which the first are those of the forward again."""
-    return _flops(query, key, value, args[6]) * 5 // 2
+    return _flops(query, key, value, args[7]) * 5 // 2
 
 
 @register_flop_formula([ops.linear_attention_step, ops.linear_attention_step_])

@@ -1,87 +1,93 @@
-"""Linear attention over packed sequences: each one is a call of its own on its rows, with a state of its own."""
+"""Derivatives of linear attention beyond the first backward pass where sequences are packed.
+
+Each sequence is a call of its own then, with the formulas of `linear_derivatives`: this reads the offsets, which on CUDA waits for the
+device. What is not packed passes through.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .linear_call import LinearState
+from . import linear_derivatives
+from .arguments import LinearArguments, LinearGradients, real_dtype
+from .linear_derivatives import Results
 
 
-def check_cu_seqlens(cu_seqlens: Any, query: Any, key: Any) -> list[int]:
-    """The offsets as numbers: this reads them, which on CUDA waits for the device."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"cu_seqlens must be an int32 or int64 tensor, got {cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else cu_seqlens!r}"
+class _Sequence:
+    """One sequence of a packed call."""
+
+    def __init__(self, args: LinearArguments, index: int, rows: slice) -> None:
+        self.rows, self.item = rows, slice(index, index + 1)
+        key_mask = args.key_mask
+        self.args: LinearArguments = self.part(args)._replace(
+            key_mask=key_mask if key_mask is None or key_mask.shape[-1] == 1 else key_mask[..., rows], cu_seqlens=None
         )
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens must have shape (num_sequences + 1,), got {tuple(cu_seqlens.shape)}")
-    for name, tensor in (("query", query), ("key", key)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dim() != 4 or tensor.shape[0] != 1:
-            raise ValueError(f"{name} must have shape (1, heads, total, head_dim) with cu_seqlens, got {tuple(tensor.shape)}")
-    if key.shape[2] != query.shape[2]:
-        raise ValueError(f"key must have the total length of query with cu_seqlens ({query.shape[2]}), got {key.shape[2]}")
-    offsets: list[int] = cu_seqlens.tolist()
-    if offsets[0] != 0:
-        raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
-    for at, (before, after) in enumerate(pairwise(offsets)):
-        if after < before:
-            raise ValueError(f"cu_seqlens must not decrease, got {before} before {after} at {at}")
-    if offsets[-1] != query.shape[2]:
-        raise ValueError(f"cu_seqlens must end at the total length ({query.shape[2]}), got {offsets[-1]}")
-    return offsets
+
+    def part(self, of: Any) -> Any:
+        """Of the arguments, or of tangents of theirs."""
+        tokens = {name: self.of_rows(getattr(of, name)) for name in ("query", "key", "value", "log_decay")}
+        states = {name: self.of_state(getattr(of, name)) for name in ("initial_kv", "initial_k_sum")}
+        return of._replace(**tokens, **states)
+
+    def results(self, results: Results) -> Results:
+        return self.of_rows(results[0]), self.of_state(results[1]), self.of_state(results[2])
+
+    def of_rows(self, tensor: Any) -> Any:
+        return None if tensor is None else tensor[:, :, self.rows]
+
+    def of_state(self, tensor: Any) -> Any:
+        return None if tensor is None else tensor[self.item]
 
 
-def by_sequence(
-    call: Callable[..., tuple[Tensor, LinearState]],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Any,
-    key_mask: Any,
-    log_decay: Any,
-    initial_state: Any,
-) -> tuple[Tensor, LinearState]:
-    """(out, state) from `call(query, key, value, key_mask=, log_decay=, initial_state=)` of each sequence; states along dimension 0."""
-    offsets = check_cu_seqlens(cu_seqlens, query, key)
-    num_sequences = len(offsets) - 1
-    if initial_state is not None:
-        for name, tensor in zip(LinearState._fields, initial_state):
-            if tensor.shape[:1] != (num_sequences,):
-                raise ValueError(
-                    f"initial_state.{name} must have one state for each of {num_sequences} sequences, got {tuple(tensor.shape)}"
-                )
-    outs, states = [], []
-    # Without sequences, a call without tokens says what the shapes are.
-    for at, (begin, end) in enumerate(pairwise(offsets) if num_sequences else [(0, 0)]):
-        rows = slice(begin, end)
-        out, state = call(
-            query[:, :, rows],
-            key[:, :, rows],
-            value[:, :, rows],
-            key_mask=_cut(key_mask, -1, rows),
-            log_decay=_cut(log_decay, -1 if isinstance(log_decay, Tensor) and log_decay.dim() == 3 else -2, rows),
-            initial_state=None
-            if initial_state is None or not num_sequences
-            else LinearState(*(part[at : at + 1] for part in initial_state)),
+def _sequences(args: LinearArguments) -> Iterator[_Sequence]:
+    """With offsets as the kernels read them."""
+    assert args.cu_seqlens is not None
+    total = args.query.shape[2]
+    _, *ends = args.cu_seqlens.tolist()
+    ends = [min(max(end, 0), total) for end in accumulate(ends, max)][:-1] + [total] * bool(ends)
+    for index, rows in enumerate(pairwise([0, *ends])):
+        yield _Sequence(args, index, slice(*rows))
+
+
+def _joined(parts: Sequence[Any], dim: int, like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.cat(list(parts), dim) if parts else like.new_zeros(tuple(shape), dtype=dtype)
+
+
+def tangents(args: LinearArguments, directions: LinearGradients) -> tuple[Tensor, Tensor, Tensor]:
+    """`linear_derivatives.tangents`."""
+    if args.cu_seqlens is None:
+        return linear_derivatives.tangents(args, directions)
+    parts = [linear_derivatives.tangents(sequence.args, sequence.part(directions)) for sequence in _sequences(args)]
+    outs, kvs, k_sums = zip(*parts) if parts else ((), (), ())
+    query, key, head_dim_v, real = args.query, args.key, args.value.shape[-1], real_dtype(args.query.dtype)
+    of_state = (0, *key.shape[1:2], key.shape[-1])
+    return (
+        _joined(outs, 2, query, (*query.shape[:-1], head_dim_v), query.dtype),
+        _joined(kvs, 0, query, (*of_state, head_dim_v), real),
+        _joined(k_sums, 0, query, of_state, real),
+    )
+
+
+def gradient_tangents(
+    args: LinearArguments, grads: Results, directions: LinearGradients, grads_t: Results, wanted: Sequence[bool]
+) -> LinearGradients:
+    """`linear_derivatives.gradient_tangents`."""
+    if args.cu_seqlens is None:
+        return linear_derivatives.gradient_tangents(args, grads, directions, grads_t, wanted)
+    parts = [
+        linear_derivatives.gradient_tangents(
+            sequence.args, sequence.results(grads), sequence.part(directions), sequence.results(grads_t), wanted
         )
-        outs.append(out)
-        states.append(state)
-    # Dense in the order of query's dimensions.
-    strides = query.stride()
-    order = sorted(range(4), key=lambda dim: -strides[dim])
-    out = torch.cat([part.permute(order) for part in outs], order.index(2)).permute([order.index(dim) for dim in range(4)])
-    return out, LinearState(*(torch.cat(parts)[:num_sequences] for parts in zip(*states)))
-
-
-def _cut(tensor: Any, dim: int, rows: slice) -> Any:
-    """The part of `tensor`, whole where it is broadcast along `dim`."""
-    if not isinstance(tensor, Tensor) or tensor.dim() < -dim or tensor.shape[dim] == 1:
-        return tensor
-    return tensor.narrow(dim, rows.start, rows.stop - rows.start) if dim == -1 else tensor[..., rows, :]
+        for sequence in _sequences(args)
+    ]
+    results: list[Tensor | None] = []
+    for name, on in zip(LinearGradients._fields, wanted):
+        like = getattr(args, name)
+        dim = 0 if name.startswith("initial") else 2
+        results.append(_joined([getattr(part, name) for part in parts], dim, like, like.shape, like.dtype) if on else None)
+    return LinearGradients(*results)

@@ -18,6 +18,7 @@ PACKED = (
     *("dropout_is_that_of_the_padded_batch", "strides", "bad_offsets"),
 )
 ROTARY = ("is_attention_of_turned_rows", "packed_sequences_have_the_bits_that_they_have_alone", "decoding_gives_what_the_whole_gives")
+PACKED_LINEAR = ("each_sequence_has_the_bits_it_has_alone", "against_the_definition", "no_tokens", "bad_offsets")
 # The longest first.
 SMALL = (
     "tests/test_attention_isa.py::test_features",
@@ -27,6 +28,7 @@ SMALL = (
     "tests/test_attention_isa.py::test_small",
     " ".join(f"tests/test_attention_varlen.py::test_{name}" for name in PACKED),
     " ".join(f"tests/test_rotary_attention.py::test_{name}" for name in ROTARY),
+    " ".join(f"tests/test_linear_varlen.py::test_{name}" for name in PACKED_LINEAR),
     "tests/test_attention_decode.py tests/test_kv_cache.py --deselect tests/test_kv_cache.py::TestCompile",
     "tests/test_additive_attention.py",
     "tests/test_dropout.py",

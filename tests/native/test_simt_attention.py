@@ -50,6 +50,12 @@ def test_gradients(source: str, job: str):
     assert done.stdout.count("right ") > 1 and "wrong" not in done.stdout, done.stdout
 
 
+@pytest.mark.parametrize("job", ["plain", *(pytest.param(job, marks=pytest.mark.slow) for job in ("asan", "tsan"))])
+def test_packed_linear_attention_with_wrong_offsets(job: str):
+    done = run(build("simt_linear_varlen.cpp", job))
+    assert done.returncode == 0 and done.stdout.count("right ") == 4, done.stdout[-5000:]
+
+
 @pytest.mark.parametrize("flags", [(), ("-DSIMT_FMA",)], ids=["tensor cores", "fma"])
 @pytest.mark.parametrize("job", ["plain", pytest.param("asan", marks=pytest.mark.slow)])
 def test_packed_sequences_with_wrong_offsets(job: str, flags: tuple[str, ...]):
