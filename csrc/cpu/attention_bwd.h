@@ -25,9 +25,10 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   const BackwardPlan plan;
   int group, chunks;
   int64_t heads;
+  KeptTiles kept;
 
   Backward(const AttentionBackwardParams& params, const ThreadPool& all)
-      : Queries{params, params.forward}, pool(with_workers(all, p)), plan(params), chunks(plan.chunks) {
+      : Queries{params, params.forward}, pool(with_workers(all, p)), plan(params), chunks(plan.chunks), kept(KeptTiles::of(p, kTileQ, kTileKV)) {
     group = int(p.num_heads / p.num_heads_kv);
     heads = p.batch * p.num_heads_kv;
     const int64_t items = by_chunks() ? max_of(int64_t(chunks), (p.seqlen_kv + kTileKV - 1) / kTileKV) : plan.groups;
@@ -35,6 +36,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   }
 
   bool by_chunks() const { return plan.groups == 0; }
+  // Chunks read the same packed keys, all of them. Otherwise a worker packs what it sees.
+  bool packs_first() const { return by_chunks() && kept.are_all(); }
 
   size_t worker_bytes() const {
     Scratch s(nullptr);
@@ -43,7 +46,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   }
   size_t packed_bytes() const {
     Scratch s(nullptr);
-    Packed(p, s);
+    Packed(p, kept, s);
     return s.used;
   }
   size_t sums_bytes() const {
@@ -70,7 +73,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   }
   size_t scratch_bytes() const {
     const int workers = pool.num_workers;
-    return doubles_bytes() + workers * worker_bytes() + (by_chunks() ? packed_bytes() + chunks * sums_bytes() : workers * (packed_bytes() + sums_bytes()));
+    return doubles_bytes() + workers * worker_bytes() + (packs_first() ? 1 : workers) * packed_bytes() + (by_chunks() ? chunks : workers) * sums_bytes();
   }
 
   void run(void* memory) const {
@@ -86,36 +89,39 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
       Scratch s(workers_at + worker * worker_size);
       return Buffers(params, s);
     };
-    const int key_tiles = int((p.seqlen_kv + kTileKV - 1) / kTileKV);
+    const auto packed = [&](int worker) {
+      Scratch s(packed_at + worker * packed_size);
+      return Packed(p, kept, s);
+    };
+    char* sums_at = packed_at + (packs_first() ? 1 : pool.num_workers) * packed_size;
+    const auto sums = [&](int64_t index) {
+      Scratch s(sums_at + index * sums_size);
+      return Sums(params, s);
+    };
     if (by_chunks()) {
-      Scratch s(packed_at);
-      const Packed packed(p, s);
-      const auto sums = [&](int chunk) {
-        Scratch s(packed_at + packed_size + chunk * sums_size);
-        return Sums(params, s);
-      };
       for (int64_t head = 0; head < heads; head++) {
-        for_each_item(pool, key_tiles, [&](int worker, int64_t tile) { pack_keys(head, int(tile), packed, buffers(worker)); });
-        for_each_item(pool, chunks, [&](int worker, int64_t chunk) { run_chunk(head, int(chunk), packed, sums(int(chunk)), buffers(worker), doubles); });
-        for_each_item(pool, key_tiles, [&](int, int64_t tile) {
-          const int begin = int(tile) * kTileKV, end = min_of(begin + kTileKV, int(p.seqlen_kv));
-          for (int chunk = 1; chunk < chunks; chunk++) sums(0).add(sums(chunk), begin, end);
-          store_keys(head, begin, end, sums(0));
+        if (packs_first()) {
+          packed(0).clear();
+          for_each_item(pool, kept.count, [&](int worker, int64_t tile) { pack_keys(head, int(tile), packed(0), buffers(worker)); });
+        }
+        for_each_item(pool, chunks, [&](int worker, int64_t chunk) {
+          const Packed keys = packed(packs_first() ? 0 : worker);
+          if (!packs_first()) keys.clear();
+          run_chunk(head, int(chunk), keys, sums(chunk), buffers(worker), doubles);
         });
+        for_each_item(pool, kept.count, [&](int, int64_t tile) { store_keys(head, int(tile), sums); });
         for (int chunk = 0; chunk < chunks; chunk++) add_bias_columns(head, sums(chunk), doubles.bias);
       }
     } else {
       for_each_item(pool, plan.groups, [&](int worker, int64_t group) {
-        Scratch s(packed_at + worker * (packed_size + sums_size));
-        const Packed packed(p, s);
-        const Sums sums(params, s);
+        const Packed keys = packed(worker);
         const Buffers buf = buffers(worker);
         for (int64_t i = 0; i < plan.heads_of_group; i++) {
           const int64_t head = plan.head(group, i);
-          for (int tile = 0; tile < key_tiles; tile++) pack_keys(head, tile, packed, buf);
-          run_chunk(head, 0, packed, sums, buf, doubles);
-          store_keys(head, 0, int(p.seqlen_kv), sums);
-          add_bias_columns(head, sums, doubles.bias);
+          keys.clear();
+          run_chunk(head, 0, keys, sums(worker), buf, doubles);
+          for (int tile = 0; tile < kept.count; tile++) store_keys(head, tile, [&](int) { return sums(worker); });
+          add_bias_columns(head, sums(worker), doubles.bias);
         }
       });
     }
@@ -143,14 +149,17 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   }
 
   void pack_keys(int64_t head, int tile, const Packed& packed, const Buffers& buf) const {
+    const int slot = packed.kept.slot(tile);
+    if (packed.tiles[slot] == tile) return;
     const int begin = tile * kTileKV, rows = min_of(kTileKV, int(p.seqlen_kv) - begin), head_dim = int(p.head_dim), head_dim_v = int(p.head_dim_v);
     const auto key = adjacent_columns(matrix<const T>(p, p.key, head / p.num_heads_kv, head % p.num_heads_kv), begin, rows, head_dim, buf.key_temp);
     const auto value = adjacent_columns(matrix<const T>(p, p.value, head / p.num_heads_kv, head % p.num_heads_kv), begin, rows, head_dim_v, buf.value_temp);
-    pack_transposed(key.data, key.row_stride, rows, head_dim, packed.key_transposed + begin / kPanel<Unit> * packed.key_transposed_stride,
+    pack_transposed(key.data, key.row_stride, rows, head_dim, packed.key_transposed + packed.key_panel(tile, begin) * packed.key_transposed_stride,
                     packed.key_transposed_stride);
-    pack_transposed(value.data, value.row_stride, rows, head_dim_v, packed.value_transposed + begin / kPanel<Unit> * packed.value_transposed_stride,
+    pack_transposed(value.data, value.row_stride, rows, head_dim_v, packed.value_transposed + packed.key_panel(tile, begin) * packed.value_transposed_stride,
                     packed.value_transposed_stride);
-    packed.key_finite[tile] = pack_finite_panels(key.data, key.row_stride, rows, head_dim, packed.key + begin / kSize * kPanel<Unit>, packed.key_stride);
+    packed.key_finite[slot] = pack_finite_panels(key.data, key.row_stride, rows, head_dim, packed.key_row(tile, begin), packed.key_stride);
+    packed.tiles[slot] = tile;
   }
 
   void run_chunk(int64_t head, int chunk, const Packed& packed, const Sums& sums, const Buffers& buf, const Doubles& doubles) const {
@@ -158,7 +167,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     const int head_kv = int(head % p.num_heads_kv);
     const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
     const ScoreMods<Real> mods(p, mask, batch);
-    sums.clear(p.seqlen_kv, group);
+    sums.clear(group);
     const int rows_of_tile = query_tile_rows(p, kTileQ), step = p.blocks.rows.data ? rows_of_tile : kBlockRows;
     const int begin = chunk_begin(chunk, chunks, int(p.seqlen_q), mask, step), end = chunk_begin(chunk + 1, chunks, int(p.seqlen_q), mask, step);
     if (begin >= end) return;
@@ -177,8 +186,17 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     }
   }
 
-  void store_keys(int64_t head, int begin, int end, const Sums& sums) const {
+  // The sums of all chunks over the keys of a tile, in the order of the chunks.
+  template <class GetSums>
+  void store_keys(int64_t head, int tile, const GetSums& sums_of) const {
     const int64_t batch = head / p.num_heads_kv, head_kv = head % p.num_heads_kv;
+    const int begin = tile * kTileKV, end = min_of(begin + kTileKV, int(p.seqlen_kv));
+    int first = 0;
+    while (first < chunks && !sums_of(first).seen->sees_some(begin, end)) first++;
+    const Sums sums = sums_of(first < chunks ? first : 0);
+    if (first == chunks) sums.clear_rows(begin, end);
+    for (int chunk = first + 1; chunk < chunks; chunk++)
+      if (sums_of(chunk).seen->sees_some(begin, end)) sums.add(sums_of(chunk), begin, end);
     for (int j = begin; j < end; j++) {
       if (params.grad_key.data) {
         const Matrix<T> to = matrix<T>(p, params.grad_key, batch, head_kv);
@@ -239,7 +257,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     bool coarse = false;
     for (int i = 0; i < rows; i++) coarse = coarse || lse_is_coarse<T>(buf.row_lse[i]);
     ListedKeys listed_keys, *const listed = mods.list.is_given() ? &listed_keys : nullptr;
-    if (coarse) normalise_again(rows, blocks, hull(main, sinks), mods, listed, packed, buf);
+    if (coarse) normalise_again(batch, head_kv, rows, blocks, hull(main, sinks), mods, listed, packed, buf);
+    sums.see(sinks, main, int(p.seqlen_kv));
     for (int i = 0; i < rows; i++) {
       buf.row_sink[i] = this->grad_sink(batch, i, buf);
     }
@@ -269,6 +288,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
           if (!listed || mods.look_up(buf.rows + i0, count, kv_begin, kv_end, listed))
             runs = mods.runs(buf.rows + i0, count, block.within(kv_begin, kv_end), kPanel<Unit>, listed);
           if (!runs.count) zero_block(buf, i0, count);
+          if (runs.count) pack_keys(batch * p.num_heads_kv + head_kv, kv_begin / kTileKV, packed, buf);
           for (int r = 0; r < runs.count; r++) {
             // Zeros from the run before to this one, and behind the last.
             const Interval zeros = {r == 0 ? 0 : round_up(runs.run[r - 1].end - kv_begin, kPanel<Unit>),
@@ -307,7 +327,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
                      bool coarse, const ScoreMods<Real>& mods, const ListedKeys* listed, const Dropout& dropout, const Packed& packed, const Sums& sums,
                      const Buffers& buf) const {
     const int begin = round_down(seen.begin, kPanel<Unit>), end = seen.end;
-    const int left = begin - kv_begin, cols = round_up(end - begin, kPanel<Unit>), panel = begin / kPanel<Unit>;
+    const int left = begin - kv_begin, cols = round_up(end - begin, kPanel<Unit>), tile = kv_begin / kTileKV;
+    const int64_t panel = packed.key_panel(tile, begin);
     Real* scores = (kSize == 1 ? (Real*)buf.probs + i0 * kTileKV : buf.block_scores) + left;
     Real* grads = (kSize == 1 ? (Real*)buf.grad_scores + i0 * kTileKV : buf.block_grad_scores) + left;
     const TileRow* tile_rows = buf.rows + i0;
@@ -336,8 +357,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     const Unit* grad_rows = (kSize == 1 ? (const Unit*)grads : buf.grad_score_rows + left / kSize) + (first - begin) / kSize;
     Real* grad_query = buf.grad_query + i0 * sums.key_stride;
     gemm<Left::RowMajor, Store::Accumulate>(rows, int(p.head_dim), units<Unit>(end - first), grad_rows, kTileKV / kSize,
-                                            packed.key + first / kSize * kPanel<Unit>, packed.key_stride, grad_query, int(sums.key_stride));
-    if (!packed.key_finite[kv_begin / kTileKV])
+                                            packed.key_row(tile, first), packed.key_stride, grad_query, int(sums.key_stride));
+    if (!packed.key_finite[packed.kept.slot(tile)])
       add_nonfinite(mods, tile_rows, rows, first, end, grad_rows, kTileKV / kSize, matrix<const T>(p, p.key, batch, head_kv), int(p.head_dim), grad_query,
                     int(sums.key_stride));
   }
@@ -352,8 +373,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   }
 
   // The maximum and sum of the rows whose lse is too coarse: row_shift and row_lse of a tile, from one more pass over its scores.
-  __attribute__((noinline)) void normalise_again(int rows, const BlockKeys* blocks, Interval keys, const ScoreMods<Real>& mods, ListedKeys* listed,
-                                                 const Packed& packed, const Buffers& buf) const {
+  __attribute__((noinline)) void normalise_again(int64_t batch, int head_kv, int rows, const BlockKeys* blocks, Interval keys, const ScoreMods<Real>& mods,
+                                                 ListedKeys* listed, const Packed& packed, const Buffers& buf) const {
     buf.coarse.clear(kTileQ);
     for (int kv_begin = round_down(keys.begin, kTileKV); kv_begin < keys.end; kv_begin += kTileKV)
       for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
@@ -361,9 +382,11 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
         const Interval seen = block.within(kv_begin, min_of(kv_begin + kTileKV, keys.end));
         const int begin = round_down(seen.begin, kPanel<Unit>), count = min_of(kBlockRows, rows - i0), cols = round_up(seen.end - begin, kPanel<Unit>);
         if (is_empty(seen) || (listed && !mods.look_up(buf.rows + i0, count, begin, seen.end, listed))) continue;
+        const int tile = kv_begin / kTileKV;
+        pack_keys(batch * p.num_heads_kv + head_kv, tile, packed, buf);
         Real* scores = kSize == 1 ? (Real*)buf.probs : buf.block_scores;
         gemm<Left::RowMajor, Store::Overwrite>(count, cols, units<Unit>(int(p.head_dim)), buf.query_rows + i0 * buf.query_stride, buf.query_stride,
-                                               packed.key_transposed + begin / kPanel<Unit> * packed.key_transposed_stride, packed.key_transposed_stride,
+                                               packed.key_transposed + packed.key_panel(tile, begin) * packed.key_transposed_stride, packed.key_transposed_stride,
                                                scores, kTileKV);
         const Real factor = hide_scores(buf.rows + i0, count, begin, seen.end, cols, block, scores, nullptr, mods, listed);
         softmax_block<Unit, false>(count, cols, kTileKV, scores, (Unit*)scores, factor, buf.coarse.from(i0), 0, BlockDropout<Real>());
