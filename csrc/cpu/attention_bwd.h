@@ -152,12 +152,15 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     const int slot = packed.kept.slot(tile);
     if (packed.tiles[slot] == tile) return;
     const int begin = tile * kTileKV, rows = min_of(kTileKV, int(p.seqlen_kv) - begin), head_dim = int(p.head_dim), head_dim_v = int(p.head_dim_v);
-    const auto key = adjacent_columns(matrix<const T>(p, p.key, head / p.num_heads_kv, head % p.num_heads_kv), begin, rows, head_dim, buf.key_temp);
-    const auto value = adjacent_columns(matrix<const T>(p, p.value, head / p.num_heads_kv, head % p.num_heads_kv), begin, rows, head_dim_v, buf.value_temp);
+    const Matrix<const T> keys = matrix<const T>(p, p.key, head / p.num_heads_kv, head % p.num_heads_kv);
+    const Matrix<const T> values = matrix<const T>(p, p.value, head / p.num_heads_kv, head % p.num_heads_kv);
+    const auto key = adjacent_columns(keys, begin, rows, head_dim, buf.key_temp);
+    const auto value = adjacent_columns(values, begin, rows, head_dim_v, buf.value_temp);
+    const int next = begin + kTileKV;
     pack_transposed(key.data, key.row_stride, rows, head_dim, packed.key_transposed + packed.key_panel(tile, begin) * packed.key_transposed_stride,
-                    packed.key_transposed_stride);
+                    packed.key_transposed_stride, Ahead::of(values, begin, rows, head_dim_v));
     pack_transposed(value.data, value.row_stride, rows, head_dim_v, packed.value_transposed + packed.key_panel(tile, begin) * packed.value_transposed_stride,
-                    packed.value_transposed_stride);
+                    packed.value_transposed_stride, Ahead::of(keys, next, min_of(kTileKV, int(p.seqlen_kv) - next), head_dim));
     packed.key_finite[slot] = pack_finite_panels(key.data, key.row_stride, rows, head_dim, packed.key_row(tile, begin), packed.key_stride);
     packed.tiles[slot] = tile;
   }

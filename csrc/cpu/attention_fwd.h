@@ -194,13 +194,34 @@ struct Forward {
       const int end = tiles.slice_begin(slice + 1, slices, mask);
       for (int tile = tiles.slice_begin(slice, slices, mask); tile < end; tile++) {
         const int rows = tiles.fill(tile, head_kv * tiles.group, mask, buf.rows);
-        query_tile(batch, head_kv, rows, mask, 0, int(p.seqlen_kv), keys, buf);
+        query_tile(batch, head_kv, rows, mask, 0, int(p.seqlen_kv), keys, buf, ahead(item, tile, end));
         write_rows(batch, rows, p.seqlen_kv > kSplitKV ? buf.total : buf.state, buf.rows);
       }
     });
   }
 
  private:
+  // What comes after a tile of queries: the next tile and, where the keys of a head are one tile, keys and values of the next head.
+  struct Next {
+    Ahead query, key, value;
+  };
+  Next ahead(int64_t item, int tile, int end) const {
+    const int64_t head = item / slices, next = head + pool.num_workers;  // if the workers go on in step
+    const bool last = tile + 1 >= end, heads_follow = slices == 1 && next < heads && kept.count == 1;
+    Next to;
+    if (!last || heads_follow) {
+      const int64_t of = last ? next : head;
+      const QueryTiles::Rows rows = tiles.rows_of(last ? 0 : tile + 1);
+      to.query = Ahead::of(matrix<const T>(p, p.query, of / p.num_heads_kv, of % p.num_heads_kv * tiles.group + rows.head), rows.query,
+                           min_of(rows.size, int(p.seqlen_q) - rows.query), int(p.head_dim));
+    }
+    if (heads_follow && tile == 0) {
+      to.key = Ahead::of(matrix<const T>(p, p.key, next / p.num_heads_kv, next % p.num_heads_kv), 0, int(p.seqlen_kv), int(p.head_dim));
+      to.value = Ahead::of(matrix<const T>(p, p.value, next / p.num_heads_kv, next % p.num_heads_kv), 0, int(p.seqlen_kv), int(p.head_dim_v));
+    }
+    return to;
+  }
+
   template <class GetBuffers, class GetPacked>
   void run_splits(const GetBuffers& buffers, const GetPacked& packed) const {
     const size_t partial_size = partial_bytes();
@@ -249,7 +270,8 @@ struct Forward {
 
   // One tile of queries over the keys [kv_from, kv_to), kv_from a multiple of kSplitKV. The result stands in buf.total where there is more
   // than one split, in buf.state otherwise.
-  void query_tile(int64_t batch, int head_kv, int rows, const RowMask& mask, int kv_from, int kv_to, const Packed& keys, const Buffers& buf) const {
+  void query_tile(int64_t batch, int head_kv, int rows, const RowMask& mask, int kv_from, int kv_to, const Packed& keys, const Buffers& buf,
+                  const Next& next_tile = Next()) const {
     const ScoreMods<Real> mods(p, mask, batch);
     for_each_run(buf.rows, rows, [&](int first, int count) {
       const auto query =
@@ -300,6 +322,12 @@ struct Forward {
           if (listed && !mods.look_up(buf.rows + i0, count, kv_begin, kv_end, listed)) continue;
           const KeyRuns seen = mods.runs(buf.rows + i0, count, block.within(kv_begin, kv_end), kPanel<Unit>, listed);
           if (!seen.count) continue;
+          if (!started[i0 / kBlockRows]) {
+            next_tile.query.fetch(i0, i0 + kBlockRows);
+            const int part = i0 / kBlockRows, parts = (rows + kBlockRows - 1) / kBlockRows;
+            next_tile.key.fetch_part(part, parts), next_tile.value.fetch_part(part, parts);
+            Ahead::of(matrix<const T>(p, p.out, batch, buf.rows[i0].head), buf.rows[i0].query, count, int(p.head_dim_v)).fetch_to_write(0, count);
+          }
           if (!packed) {
             if (!in_place) pack_tile(batch, head_kv, kv_begin / kFwdTileKV, keys, buf);
             if (kDrop && in_registers()) dropout.begin_tile(kv_begin, min_of(kv_begin + kFwdTileKV, kv_to));

@@ -40,6 +40,15 @@ struct QueryTiles {
     }
     return size;
   }
+  // Head, counted from 0, and query of the first row; how many rows there are.
+  struct Rows {
+    int head, query, size;
+  };
+  Rows rows_of(int tile) const {
+    Rows rows = {0, 0, 0};
+    locate(tile, rows.head, rows.query, rows.size);
+    return rows;
+  }
   // Visible pairs of the tile, from its first and last row: a weight to balance by.
   int64_t weight(int tile, const RowMask& mask) const {
     int head = 0, query = 0, size = 0;
