@@ -107,7 +107,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
         for_each_item(pool, chunks, [&](int worker, int64_t chunk) {
           const Packed keys = packed(packs_first() ? 0 : worker);
           if (!packs_first()) keys.clear();
-          run_chunk(head, int(chunk), keys, sums(chunk), buffers(worker), doubles);
+          run_chunk(head, int(chunk), keys, sums(chunk), buffers(worker), doubles, -1);
         });
         for_each_item(pool, kept.count, [&](int, int64_t tile) { store_keys(head, int(tile), sums); });
         for (int chunk = 0; chunk < chunks; chunk++) add_bias_columns(head, sums(chunk), doubles.bias);
@@ -119,7 +119,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
         for (int64_t i = 0; i < plan.heads_of_group; i++) {
           const int64_t head = plan.head(group, i);
           keys.clear();
-          run_chunk(head, 0, keys, sums(worker), buf, doubles);
+          const int64_t next = group + pool.num_workers;  // if the workers go on in step
+          run_chunk(head, 0, keys, sums(worker), buf, doubles, plan.heads_of_group == 1 && next < plan.groups ? plan.head(next, 0) : -1);
           for (int tile = 0; tile < kept.count; tile++) store_keys(head, tile, [&](int) { return sums(worker); });
           add_bias_columns(head, sums(worker), doubles.bias);
         }
@@ -165,7 +166,31 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     packed.tiles[slot] = tile;
   }
 
-  void run_chunk(int64_t head, int chunk, const Packed& packed, const Sums& sums, const Buffers& buf, const Doubles& doubles) const {
+  // What comes after a tile of queries: the next one and, where the keys of a head are one tile, keys and values of the next head.
+  struct Next {
+    Ahead query, grad_out, out, key, value;
+  };
+  Next ahead(const QueryTiles& tiles, int tile, int64_t head, int64_t next_head) const {
+    const bool last = tile + 1 == tiles.count, heads_follow = next_head >= 0 && kept.count == 1;
+    Next to;
+    if (!last || heads_follow) {
+      const int64_t of = last ? next_head : head, batch = of / p.num_heads_kv;
+      const QueryTiles::Rows rows = tiles.rows_of(last ? 0 : tile + 1);
+      const int64_t at = of % p.num_heads_kv * group + rows.head;
+      const int first = tiles.first_query + rows.query, count = min_of(rows.size, tiles.seqlen - rows.query);
+      to.query = Ahead::of(matrix<const T>(p, p.query, batch, at), first, count, int(p.head_dim));
+      to.grad_out = Ahead::of(matrix<const T>(p, params.grad_out, batch, at), first, count, int(p.head_dim_v));
+      to.out = Ahead::of(matrix<const T>(p, p.out, batch, at), first, count, int(p.head_dim_v));
+    }
+    if (heads_follow && tile == 0) {
+      to.key = Ahead::of(matrix<const T>(p, p.key, next_head / p.num_heads_kv, next_head % p.num_heads_kv), 0, int(p.seqlen_kv), int(p.head_dim));
+      to.value = Ahead::of(matrix<const T>(p, p.value, next_head / p.num_heads_kv, next_head % p.num_heads_kv), 0, int(p.seqlen_kv), int(p.head_dim_v));
+    }
+    return to;
+  }
+
+  void run_chunk(int64_t head, int chunk, const Packed& packed, const Sums& sums, const Buffers& buf, const Doubles& doubles,
+                 int64_t next_head) const {
     const int64_t batch = head / p.num_heads_kv;
     const int head_kv = int(head % p.num_heads_kv);
     const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
@@ -177,7 +202,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     const QueryTiles tiles(group, begin, end - begin, rows_of_tile);
     for (int tile = 0; tile < tiles.count; tile++) {
       const int rows = tiles.fill(tile, head_kv * group, mask, buf.rows);
-      query_tile(batch, head_kv, rows, tiles.stacked, mods, packed, sums, buf);
+      query_tile(batch, head_kv, rows, tiles.stacked, mods, packed, sums, buf, ahead(tiles, tile, head, next_head));
       for (int i = 0; i < rows; i++) {
         double* part = doubles.parts + ((batch * p.num_heads + buf.rows[i].head) * chunks + chunk) * 3;
         part[0] += buf.row_slope[i], part[1] += buf.row_sink[i];
@@ -200,7 +225,10 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     if (first == chunks) sums.clear_rows(begin, end);
     for (int chunk = first + 1; chunk < chunks; chunk++)
       if (sums_of(chunk).seen->sees_some(begin, end)) sums.add(sums_of(chunk), begin, end);
+    const Ahead keys = params.grad_key.data ? Ahead::of(matrix<const T>(p, params.grad_key, batch, head_kv), begin, end - begin, int(p.head_dim)) : Ahead();
+    const Ahead values = params.grad_value.data ? Ahead::of(matrix<const T>(p, params.grad_value, batch, head_kv), begin, end - begin, int(p.head_dim_v)) : Ahead();
     for (int j = begin; j < end; j++) {
+      if ((j - begin) % 8 == 0) keys.fetch_to_write(j - begin + 8, j - begin + 16), values.fetch_to_write(j - begin + 8, j - begin + 16);
       if (params.grad_key.data) {
         const Matrix<T> to = matrix<T>(p, params.grad_key, batch, head_kv);
         store_row(sums.grad_key + int64_t(j) * sums.key_stride, int(p.head_dim), Real(p.scale), to.row(j), to.col_stride);
@@ -246,7 +274,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   }
 
   void query_tile(int64_t batch, int head_kv, int rows, bool stacked, const ScoreMods<Real>& mods, const Packed& packed, const Sums& sums,
-                  const Buffers& buf) const {
+                  const Buffers& buf, const Next& next_tile) const {
     this->pack_queries(batch, rows, mods.factor() < 0, buf);
     if (params.grad_bias.data && !Sums::is_summed(params.grad_bias))
       for (int i = 0; i < rows; i++) clear_bias_row(batch, buf.rows[i]);
@@ -268,6 +296,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     const bool in_registers = sizeof(Real) == 4 && !stacked && Dropout::in_registers(p.dropout);
     const Dropout dropout(p.dropout, batch, buf.rows[0].head, buf.dropout_keys);
     int next = 0;
+    bool asked = false;  // for what comes after
     const Interval ranges[] = {sinks, main};
     for (const Interval range : ranges)
       for (int kv_begin = max_of(next, round_down(range.begin, kTileKV)); kv_begin < range.end; kv_begin += kTileKV) {
@@ -286,6 +315,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
         for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
           const BlockKeys& block = blocks[i0 / kBlockRows];
           const int count = min_of(kBlockRows, rows - i0);
+          if (!asked) ask(batch, i0, count, rows, next_tile, buf);
           KeyRuns& runs = seen[i0 / kBlockRows];
           runs.count = 0;
           if (!listed || mods.look_up(buf.rows + i0, count, kv_begin, kv_end, listed))
@@ -299,6 +329,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
             block_of_rows(batch, head_kv, i0, count, kv_begin, zeros, runs.run[r], block, in_registers, coarse, mods, listed, dropout, packed, sums, buf);
           }
         }
+        asked = true;
         // grad_value += probs^T grad_out, grad_key += grad_scores^T query: blocks of keys, reduction over the rows that see them.
         for (int j = kv_begin; j < kv_end; j += kBlockRows) {
           const int count = min_of(kBlockRows, kv_end - j);
@@ -323,6 +354,14 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
       const Matrix<T> to = matrix<T>(p, params.grad_query, batch, buf.rows[i].head);
       store_row(buf.grad_query + int64_t(i) * sums.key_stride, int(p.head_dim), Real(p.scale), to.row(buf.rows[i].query), to.col_stride);
     }
+  }
+
+  void ask(int64_t batch, int i0, int count, int rows, const Next& next, const Buffers& buf) const {
+    next.query.fetch(i0, i0 + kBlockRows), next.grad_out.fetch(i0, i0 + kBlockRows), next.out.fetch(i0, i0 + kBlockRows);
+    const int part = i0 / kBlockRows, parts = (rows + kBlockRows - 1) / kBlockRows;
+    next.key.fetch_part(part, parts), next.value.fetch_part(part, parts);
+    if (params.grad_query.data)
+      Ahead::of(matrix<const T>(p, params.grad_query, batch, buf.rows[i0].head), buf.rows[i0].query, count, int(p.head_dim)).fetch_to_write(0, count);
   }
 
   // Probabilities and grad_scores of the visible part of one block of rows; zero in the rest of `zeros`, columns from kv_begin. Adds to grad_query.
