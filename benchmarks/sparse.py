@@ -1,5 +1,6 @@
 """Sparse patterns: time over the share of full attention's time that the visible pairs or tiles are, and over SDPA with the dense mask."""
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -37,12 +38,10 @@ def _sdpa(tensors: list[torch.Tensor], dense: torch.Tensor, direction: str) -> t
     return out
 
 
-def _local_attention(n: int) -> Callable[[list[torch.Tensor], str], torch.Tensor] | None:
-    """The PyPI package local-attention on the same window, where it is installed."""
-    try:
-        from local_attention import LocalAttention
-    except ImportError:
-        return None
+def _local_attention() -> Callable[[list[torch.Tensor], str], torch.Tensor]:
+    """The PyPI package local-attention. Its exact window of 256 is the query and 256 keys before it."""
+    from local_attention import LocalAttention
+
     layer = LocalAttention(window_size=256, causal=True, look_backward=1, look_forward=0, exact_windowsize=True, use_rotary_pos_emb=False)
 
     def call(tensors: list[torch.Tensor], direction: str) -> torch.Tensor:
@@ -84,28 +83,34 @@ def _rows(claim: str, n: int, masks: dict[str, ta.Mask], by_tiles: bool, reach: 
             yield row.want(at_most=reach)
 
 
+def _beside_local_attention(tensors: list[torch.Tensor], n: int, rounds: int, seconds: float) -> Iterator[Row]:
+    peer, mask = _local_attention(), ta.SlidingWindow(256, 0)
+    right = torch.allclose(peer(tensors, "forward"), _attend(tensors, mask, "forward"), rtol=1e-3, atol=1e-4)
+    for direction in ("forward", "forward+backward"):
+        row = Row("sparse_window", f"window 256, n {n} {direction}", "local-attention", "ms", wrong=not right)
+        if right:
+            calls = {"ours": partial(_attend, tensors, mask, direction), "theirs": partial(peer, tensors, direction)}
+            found = alternate(calls, rounds=rounds, seconds=seconds)
+            row.ours, row.theirs = found["ours"] * 1e3, found["theirs"] * 1e3
+        yield row
+
+
 def window(threads: int, rounds: int, seconds: float) -> Iterator[Row]:
     """Sliding window of 256 keys and 4 sinks, n 16384."""
     n, mask = 16384, ta.Causal() & (ta.SlidingWindow(255, 0) | ta.Sinks(4))
     with machine.pinned(threads):
         yield from _rows("sparse_window", n, {"window 256 + 4 sinks": mask}, False, 1.4, rounds, seconds)
         tensors, dense = _tensors(n), mask.dense(n, n)
-        peer = _local_attention(n)
+        if importlib.util.find_spec("local_attention") is None:
+            yield Row("sparse_window", "local-attention is not installed")
+        else:
+            yield from _beside_local_attention(tensors, n, rounds, seconds)
         for direction in ("forward", "forward+backward"):
             row = Row("sparse_window", f"window 256 + 4 sinks, n {n} {direction}", "SDPA, dense mask", "ms")
             calls = {"ours": partial(_attend, tensors, mask, direction), "theirs": partial(_sdpa, tensors, dense, direction)}
             found = alternate(calls, rounds=rounds, seconds=seconds)
             row.ours, row.theirs = found["ours"] * 1e3, found["theirs"] * 1e3
             yield row.want(at_least=20)
-            if peer is not None:
-                row = Row("sparse_window", f"window 256, n {n} {direction}", "local-attention", "ms")
-                calls = {
-                    "ours": partial(_attend, tensors, ta.SlidingWindow(255, 0), direction),
-                    "theirs": partial(peer, tensors, direction),
-                }
-                found = alternate(calls, rounds=rounds, seconds=seconds)
-                row.ours, row.theirs = found["ours"] * 1e3, found["theirs"] * 1e3
-                yield row
 
 
 def blocks(threads: int, rounds: int, seconds: float) -> Iterator[Row]:

@@ -25,9 +25,10 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   const BackwardPlan plan;
   int group, chunks;
   int64_t heads;
+  KeptTiles kept;
 
   Backward(const AttentionBackwardParams& params, const ThreadPool& all)
-      : Queries{params, params.forward}, pool(with_workers(all, p)), plan(params), chunks(plan.chunks) {
+      : Queries{params, params.forward}, pool(with_workers(all, p)), plan(params), chunks(plan.chunks), kept(KeptTiles::of(p, kTileQ, kTileKV)) {
     group = int(p.num_heads / p.num_heads_kv);
     heads = p.batch * p.num_heads_kv;
     const int64_t items = by_chunks() ? max_of(int64_t(chunks), (p.seqlen_kv + kTileKV - 1) / kTileKV) : plan.groups;
@@ -35,6 +36,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   }
 
   bool by_chunks() const { return plan.groups == 0; }
+  // Chunks read the same packed keys, all of them. Otherwise a worker packs what it sees.
+  bool packs_first() const { return by_chunks() && kept.are_all(); }
 
   size_t worker_bytes() const {
     Scratch s(nullptr);
@@ -43,7 +46,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   }
   size_t packed_bytes() const {
     Scratch s(nullptr);
-    Packed(p, s);
+    Packed(p, kept, s);
     return s.used;
   }
   size_t sums_bytes() const {
@@ -70,7 +73,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   }
   size_t scratch_bytes() const {
     const int workers = pool.num_workers;
-    return doubles_bytes() + workers * worker_bytes() + (by_chunks() ? packed_bytes() + chunks * sums_bytes() : workers * (packed_bytes() + sums_bytes()));
+    return doubles_bytes() + workers * worker_bytes() + (packs_first() ? 1 : workers) * packed_bytes() + (by_chunks() ? chunks : workers) * sums_bytes();
   }
 
   void run(void* memory) const {
@@ -86,36 +89,40 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
       Scratch s(workers_at + worker * worker_size);
       return Buffers(params, s);
     };
-    const int key_tiles = int((p.seqlen_kv + kTileKV - 1) / kTileKV);
+    const auto packed = [&](int worker) {
+      Scratch s(packed_at + worker * packed_size);
+      return Packed(p, kept, s);
+    };
+    char* sums_at = packed_at + (packs_first() ? 1 : pool.num_workers) * packed_size;
+    const auto sums = [&](int64_t index) {
+      Scratch s(sums_at + index * sums_size);
+      return Sums(params, s);
+    };
     if (by_chunks()) {
-      Scratch s(packed_at);
-      const Packed packed(p, s);
-      const auto sums = [&](int chunk) {
-        Scratch s(packed_at + packed_size + chunk * sums_size);
-        return Sums(params, s);
-      };
       for (int64_t head = 0; head < heads; head++) {
-        for_each_item(pool, key_tiles, [&](int worker, int64_t tile) { pack_keys(head, int(tile), packed, buffers(worker)); });
-        for_each_item(pool, chunks, [&](int worker, int64_t chunk) { run_chunk(head, int(chunk), packed, sums(int(chunk)), buffers(worker), doubles); });
-        for_each_item(pool, key_tiles, [&](int, int64_t tile) {
-          const int begin = int(tile) * kTileKV, end = min_of(begin + kTileKV, int(p.seqlen_kv));
-          for (int chunk = 1; chunk < chunks; chunk++) sums(0).add(sums(chunk), begin, end);
-          store_keys(head, begin, end, sums(0));
+        if (packs_first()) {
+          packed(0).clear();
+          for_each_item(pool, kept.count, [&](int worker, int64_t tile) { pack_keys(head, int(tile), packed(0), buffers(worker)); });
+        }
+        for_each_item(pool, chunks, [&](int worker, int64_t chunk) {
+          const Packed keys = packed(packs_first() ? 0 : worker);
+          if (!packs_first()) keys.clear();
+          run_chunk(head, int(chunk), keys, sums(chunk), buffers(worker), doubles, -1);
         });
+        for_each_item(pool, kept.count, [&](int, int64_t tile) { store_keys(head, int(tile), sums); });
         for (int chunk = 0; chunk < chunks; chunk++) add_bias_columns(head, sums(chunk), doubles.bias);
       }
     } else {
       for_each_item(pool, plan.groups, [&](int worker, int64_t group) {
-        Scratch s(packed_at + worker * (packed_size + sums_size));
-        const Packed packed(p, s);
-        const Sums sums(params, s);
+        const Packed keys = packed(worker);
         const Buffers buf = buffers(worker);
         for (int64_t i = 0; i < plan.heads_of_group; i++) {
           const int64_t head = plan.head(group, i);
-          for (int tile = 0; tile < key_tiles; tile++) pack_keys(head, tile, packed, buf);
-          run_chunk(head, 0, packed, sums, buf, doubles);
-          store_keys(head, 0, int(p.seqlen_kv), sums);
-          add_bias_columns(head, sums, doubles.bias);
+          keys.clear();
+          const int64_t next = group + pool.num_workers;  // if the workers go on in step
+          run_chunk(head, 0, keys, sums(worker), buf, doubles, plan.heads_of_group == 1 && next < plan.groups ? plan.head(next, 0) : -1);
+          for (int tile = 0; tile < kept.count; tile++) store_keys(head, tile, [&](int) { return sums(worker); });
+          add_bias_columns(head, sums(worker), doubles.bias);
         }
       });
     }
@@ -143,29 +150,59 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   }
 
   void pack_keys(int64_t head, int tile, const Packed& packed, const Buffers& buf) const {
+    const int slot = packed.kept.slot(tile);
+    if (packed.tiles[slot] == tile) return;
     const int begin = tile * kTileKV, rows = min_of(kTileKV, int(p.seqlen_kv) - begin), head_dim = int(p.head_dim), head_dim_v = int(p.head_dim_v);
+    const Matrix<const T> keys = matrix<const T>(p, p.key, head / p.num_heads_kv, head % p.num_heads_kv);
+    const Matrix<const T> values = matrix<const T>(p, p.value, head / p.num_heads_kv, head % p.num_heads_kv);
     const auto key = turned_rows(p, p.key, p.rotary.key_table, head / p.num_heads_kv, head % p.num_heads_kv, begin, rows, buf.key_temp);
-    const auto value = adjacent_columns(matrix<const T>(p, p.value, head / p.num_heads_kv, head % p.num_heads_kv), begin, rows, head_dim_v, buf.value_temp);
-    pack_transposed(key.data, key.row_stride, rows, head_dim, packed.key_transposed + begin / kPanel<Unit> * packed.key_transposed_stride,
-                    packed.key_transposed_stride);
-    pack_transposed(value.data, value.row_stride, rows, head_dim_v, packed.value_transposed + begin / kPanel<Unit> * packed.value_transposed_stride,
-                    packed.value_transposed_stride);
-    packed.key_finite[tile] = pack_finite_panels(key.data, key.row_stride, rows, head_dim, packed.key + begin / kSize * kPanel<Unit>, packed.key_stride);
+    const auto value = adjacent_columns(values, begin, rows, head_dim_v, buf.value_temp);
+    const int next = begin + kTileKV;
+    pack_transposed(key.data, key.row_stride, rows, head_dim, packed.key_transposed + packed.key_panel(tile, begin) * packed.key_transposed_stride,
+                    packed.key_transposed_stride, Ahead::of(values, begin, rows, head_dim_v));
+    pack_transposed(value.data, value.row_stride, rows, head_dim_v, packed.value_transposed + packed.key_panel(tile, begin) * packed.value_transposed_stride,
+                    packed.value_transposed_stride, Ahead::of(keys, next, min_of(kTileKV, int(p.seqlen_kv) - next), head_dim));
+    packed.key_finite[slot] = pack_finite_panels(key.data, key.row_stride, rows, head_dim, packed.key_row(tile, begin), packed.key_stride);
+    packed.tiles[slot] = tile;
   }
 
-  void run_chunk(int64_t head, int chunk, const Packed& packed, const Sums& sums, const Buffers& buf, const Doubles& doubles) const {
+  // What comes after a tile of queries: the next one and, where the keys of a head are one tile, keys and values of the next head.
+  struct Next {
+    Ahead query, grad_out, out, key, value;
+  };
+  Next ahead(const QueryTiles& tiles, int tile, int64_t head, int64_t next_head) const {
+    const bool last = tile + 1 == tiles.count, heads_follow = next_head >= 0 && kept.count == 1;
+    Next to;
+    if (!last || heads_follow) {
+      const int64_t of = last ? next_head : head, batch = of / p.num_heads_kv;
+      const QueryTiles::Rows rows = tiles.rows_of(last ? 0 : tile + 1);
+      const int64_t at = of % p.num_heads_kv * group + rows.head;
+      const int first = tiles.first_query + rows.query, count = min_of(rows.size, tiles.seqlen - rows.query);
+      to.query = Ahead::of(matrix<const T>(p, p.query, batch, at), first, count, int(p.head_dim));
+      to.grad_out = Ahead::of(matrix<const T>(p, params.grad_out, batch, at), first, count, int(p.head_dim_v));
+      to.out = Ahead::of(matrix<const T>(p, p.out, batch, at), first, count, int(p.head_dim_v));
+    }
+    if (heads_follow && tile == 0) {
+      to.key = Ahead::of(matrix<const T>(p, p.key, next_head / p.num_heads_kv, next_head % p.num_heads_kv), 0, int(p.seqlen_kv), int(p.head_dim));
+      to.value = Ahead::of(matrix<const T>(p, p.value, next_head / p.num_heads_kv, next_head % p.num_heads_kv), 0, int(p.seqlen_kv), int(p.head_dim_v));
+    }
+    return to;
+  }
+
+  void run_chunk(int64_t head, int chunk, const Packed& packed, const Sums& sums, const Buffers& buf, const Doubles& doubles,
+                 int64_t next_head) const {
     const int64_t batch = head / p.num_heads_kv;
     const int head_kv = int(head % p.num_heads_kv);
     const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
     const ScoreMods<Real> mods(p, mask, batch);
-    sums.clear(p.seqlen_kv, group);
+    sums.clear(group);
     const int rows_of_tile = query_tile_rows(p, kTileQ), step = p.blocks.rows.data ? rows_of_tile : kBlockRows;
     const int begin = chunk_begin(chunk, chunks, int(p.seqlen_q), mask, step), end = chunk_begin(chunk + 1, chunks, int(p.seqlen_q), mask, step);
     if (begin >= end) return;
     const QueryTiles tiles(group, begin, end - begin, rows_of_tile);
     for (int tile = 0; tile < tiles.count; tile++) {
       const int rows = tiles.fill(tile, head_kv * group, mask, buf.rows);
-      query_tile(batch, head_kv, rows, tiles.stacked, mods, packed, sums, buf);
+      query_tile(batch, head_kv, rows, tiles.stacked, mods, packed, sums, buf, ahead(tiles, tile, head, next_head));
       for (int i = 0; i < rows; i++) {
         double* part = doubles.parts + ((batch * p.num_heads + buf.rows[i].head) * chunks + chunk) * 3;
         part[0] += buf.row_slope[i], part[1] += buf.row_sink[i];
@@ -177,9 +214,21 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     }
   }
 
-  void store_keys(int64_t head, int begin, int end, const Sums& sums) const {
+  // The sums of all chunks over the keys of a tile, in the order of the chunks.
+  template <class GetSums>
+  void store_keys(int64_t head, int tile, const GetSums& sums_of) const {
     const int64_t batch = head / p.num_heads_kv, head_kv = head % p.num_heads_kv;
+    const int begin = tile * kTileKV, end = min_of(begin + kTileKV, int(p.seqlen_kv));
+    int first = 0;
+    while (first < chunks && !sums_of(first).seen->sees_some(begin, end)) first++;
+    const Sums sums = sums_of(first < chunks ? first : 0);
+    if (first == chunks) sums.clear_rows(begin, end);
+    for (int chunk = first + 1; chunk < chunks; chunk++)
+      if (sums_of(chunk).seen->sees_some(begin, end)) sums.add(sums_of(chunk), begin, end);
+    const Ahead keys = params.grad_key.data ? Ahead::of(matrix<const T>(p, params.grad_key, batch, head_kv), begin, end - begin, int(p.head_dim)) : Ahead();
+    const Ahead values = params.grad_value.data ? Ahead::of(matrix<const T>(p, params.grad_value, batch, head_kv), begin, end - begin, int(p.head_dim_v)) : Ahead();
     for (int j = begin; j < end; j++) {
+      if ((j - begin) % 8 == 0) keys.fetch_to_write(j - begin + 8, j - begin + 16), values.fetch_to_write(j - begin + 8, j - begin + 16);
       if (params.grad_key.data) {
         const Matrix<T> to = matrix<T>(p, params.grad_key, batch, head_kv);
         store_turned_back(p, p.rotary.key_table, batch, head_kv, j, sums.grad_key + int64_t(j) * sums.key_stride, to);
@@ -225,7 +274,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   }
 
   void query_tile(int64_t batch, int head_kv, int rows, bool stacked, const ScoreMods<Real>& mods, const Packed& packed, const Sums& sums,
-                  const Buffers& buf) const {
+                  const Buffers& buf, const Next& next_tile) const {
     this->pack_queries(batch, rows, mods.factor() < 0, buf);
     if (params.grad_bias.data && !Sums::is_summed(params.grad_bias))
       for (int i = 0; i < rows; i++) clear_bias_row(batch, buf.rows[i]);
@@ -239,13 +288,15 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     bool coarse = false;
     for (int i = 0; i < rows; i++) coarse = coarse || lse_is_coarse<T>(buf.row_lse[i]);
     ListedKeys listed_keys, *const listed = mods.list.is_given() ? &listed_keys : nullptr;
-    if (coarse) normalise_again(rows, blocks, hull(main, sinks), mods, listed, packed, buf);
+    if (coarse) normalise_again(batch, head_kv, rows, blocks, hull(main, sinks), mods, listed, packed, buf);
+    sums.see(sinks, main, int(p.seqlen_kv));
     for (int i = 0; i < rows; i++) {
       buf.row_sink[i] = this->grad_sink(batch, i, buf);
     }
     const bool in_registers = sizeof(Real) == 4 && !stacked && Dropout::in_registers(p.dropout);
     const Dropout dropout(p.dropout, batch, buf.rows[0].head, buf.dropout_keys);
     int next = 0;
+    bool asked = false;  // for what comes after
     const Interval ranges[] = {sinks, main};
     for (const Interval range : ranges)
       for (int kv_begin = max_of(next, round_down(range.begin, kTileKV)); kv_begin < range.end; kv_begin += kTileKV) {
@@ -264,11 +315,13 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
         for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
           const BlockKeys& block = blocks[i0 / kBlockRows];
           const int count = min_of(kBlockRows, rows - i0);
+          if (!asked) ask(batch, i0, count, rows, next_tile, buf);
           KeyRuns& runs = seen[i0 / kBlockRows];
           runs.count = 0;
           if (!listed || mods.look_up(buf.rows + i0, count, kv_begin, kv_end, listed))
             runs = mods.runs(buf.rows + i0, count, block.within(kv_begin, kv_end), kPanel<Unit>, listed);
           if (!runs.count) zero_block(buf, i0, count);
+          if (runs.count) pack_keys(batch * p.num_heads_kv + head_kv, kv_begin / kTileKV, packed, buf);
           for (int r = 0; r < runs.count; r++) {
             // Zeros from the run before to this one, and behind the last.
             const Interval zeros = {r == 0 ? 0 : round_up(runs.run[r - 1].end - kv_begin, kPanel<Unit>),
@@ -276,6 +329,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
             block_of_rows(batch, head_kv, i0, count, kv_begin, zeros, runs.run[r], block, in_registers, coarse, mods, listed, dropout, packed, sums, buf);
           }
         }
+        asked = true;
         // grad_value += probs^T grad_out, grad_key += grad_scores^T query: blocks of keys, reduction over the rows that see them.
         for (int j = kv_begin; j < kv_end; j += kBlockRows) {
           const int count = min_of(kBlockRows, kv_end - j);
@@ -302,12 +356,21 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     }
   }
 
+  void ask(int64_t batch, int i0, int count, int rows, const Next& next, const Buffers& buf) const {
+    next.query.fetch(i0, i0 + kBlockRows), next.grad_out.fetch(i0, i0 + kBlockRows), next.out.fetch(i0, i0 + kBlockRows);
+    const int part = i0 / kBlockRows, parts = (rows + kBlockRows - 1) / kBlockRows;
+    next.key.fetch_part(part, parts), next.value.fetch_part(part, parts);
+    if (params.grad_query.data)
+      Ahead::of(matrix<const T>(p, params.grad_query, batch, buf.rows[i0].head), buf.rows[i0].query, count, int(p.head_dim)).fetch_to_write(0, count);
+  }
+
   // Probabilities and grad_scores of the visible part of one block of rows; zero in the rest of `zeros`, columns from kv_begin. Adds to grad_query.
   void block_of_rows(int64_t batch, int head_kv, int i0, int rows, int kv_begin, Interval zeros, Interval seen, const BlockKeys& block, bool in_registers,
                      bool coarse, const ScoreMods<Real>& mods, const ListedKeys* listed, const Dropout& dropout, const Packed& packed, const Sums& sums,
                      const Buffers& buf) const {
     const int begin = round_down(seen.begin, kPanel<Unit>), end = seen.end;
-    const int left = begin - kv_begin, cols = round_up(end - begin, kPanel<Unit>), panel = begin / kPanel<Unit>;
+    const int left = begin - kv_begin, cols = round_up(end - begin, kPanel<Unit>), tile = kv_begin / kTileKV;
+    const int64_t panel = packed.key_panel(tile, begin);
     Real* scores = (kSize == 1 ? (Real*)buf.probs + i0 * kTileKV : buf.block_scores) + left;
     Real* grads = (kSize == 1 ? (Real*)buf.grad_scores + i0 * kTileKV : buf.block_grad_scores) + left;
     const TileRow* tile_rows = buf.rows + i0;
@@ -336,8 +399,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     const Unit* grad_rows = (kSize == 1 ? (const Unit*)grads : buf.grad_score_rows + left / kSize) + (first - begin) / kSize;
     Real* grad_query = buf.grad_query + i0 * sums.key_stride;
     gemm<Left::RowMajor, Store::Accumulate>(rows, int(p.head_dim), units<Unit>(end - first), grad_rows, kTileKV / kSize,
-                                            packed.key + first / kSize * kPanel<Unit>, packed.key_stride, grad_query, int(sums.key_stride));
-    if (!packed.key_finite[kv_begin / kTileKV])
+                                            packed.key_row(tile, first), packed.key_stride, grad_query, int(sums.key_stride));
+    if (!packed.key_finite[packed.kept.slot(tile)])
       add_nonfinite(mods, tile_rows, rows, first, end, grad_rows, kTileKV / kSize,
                     turned_rows(p, p.key, p.rotary.key_table, batch, head_kv, first, end - first, buf.key_temp).from(-first), int(p.head_dim), grad_query,
                     int(sums.key_stride));
@@ -353,8 +416,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   }
 
   // The maximum and sum of the rows whose lse is too coarse: row_shift and row_lse of a tile, from one more pass over its scores.
-  __attribute__((noinline)) void normalise_again(int rows, const BlockKeys* blocks, Interval keys, const ScoreMods<Real>& mods, ListedKeys* listed,
-                                                 const Packed& packed, const Buffers& buf) const {
+  __attribute__((noinline)) void normalise_again(int64_t batch, int head_kv, int rows, const BlockKeys* blocks, Interval keys, const ScoreMods<Real>& mods,
+                                                 ListedKeys* listed, const Packed& packed, const Buffers& buf) const {
     buf.coarse.clear(kTileQ);
     for (int kv_begin = round_down(keys.begin, kTileKV); kv_begin < keys.end; kv_begin += kTileKV)
       for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
@@ -362,9 +425,11 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
         const Interval seen = block.within(kv_begin, min_of(kv_begin + kTileKV, keys.end));
         const int begin = round_down(seen.begin, kPanel<Unit>), count = min_of(kBlockRows, rows - i0), cols = round_up(seen.end - begin, kPanel<Unit>);
         if (is_empty(seen) || (listed && !mods.look_up(buf.rows + i0, count, begin, seen.end, listed))) continue;
+        const int tile = kv_begin / kTileKV;
+        pack_keys(batch * p.num_heads_kv + head_kv, tile, packed, buf);
         Real* scores = kSize == 1 ? (Real*)buf.probs : buf.block_scores;
         gemm<Left::RowMajor, Store::Overwrite>(count, cols, units<Unit>(int(p.head_dim)), buf.query_rows + i0 * buf.query_stride, buf.query_stride,
-                                               packed.key_transposed + begin / kPanel<Unit> * packed.key_transposed_stride, packed.key_transposed_stride,
+                                               packed.key_transposed + packed.key_panel(tile, begin) * packed.key_transposed_stride, packed.key_transposed_stride,
                                                scores, kTileKV);
         const Real factor = hide_scores(buf.rows + i0, count, begin, seen.end, cols, block, scores, nullptr, mods, listed);
         softmax_block<Unit, false>(count, cols, kTileKV, scores, (Unit*)scores, factor, buf.coarse.from(i0), 0, BlockDropout<Real>());

@@ -27,25 +27,28 @@ static_assert(kSplitKV % kFwdTileKV == 0 && kFwdTileKV <= kMaxCols, "");
 // Packed keys and values of one kv head, tile by tile: key panels [head_dim][kPanel], then value panels [tile_kv][kPanel].
 template <class Unit>
 struct PackedTiles {
-  enum State : uint8_t { kEmpty, kFinite, kNonfinite };
   Unit *key, *value;
-  uint8_t* state;  // [tiles]
+  int* tiles;    // [slots] the tile that a slot holds, -1: none
+  bool* finite;  // [slots] whether its values are
   int64_t key_tile, value_tile;  // units of one tile
   int key_panel, value_panel;    // units of one panel
-  bool single;  // room for one tile only: nothing is kept
+  KeptTiles kept;
 
-  PackedTiles(const AttentionParams& p, bool single, Scratch& scratch) : single(single) {
+  PackedTiles(const AttentionParams& p, const KeptTiles& kept, Scratch& scratch) : kept(kept) {
     const int rows = min_of(kFwdTileKV, round_up(int(p.seqlen_kv), kPanel<Unit>));
-    const int64_t tiles = single ? 1 : (p.seqlen_kv + kFwdTileKV - 1) / kFwdTileKV;
+    const int64_t slots = kept.slots();
     key_panel = units<Unit>(int(p.head_dim)) * kPanel<Unit>;
     value_panel = units<Unit>(rows) * kPanel<Unit>;
     key_tile = int64_t(rows / kPanel<Unit>) * key_panel;
     value_tile = int64_t(round_up(int(p.head_dim_v), kPanel<Unit>) / kPanel<Unit>) * value_panel;
-    key = scratch.take<Unit>(tiles * key_tile);
-    value = scratch.take<Unit>(tiles * value_tile);
-    state = scratch.take<uint8_t>(tiles);
+    key = scratch.take<Unit>(slots * key_tile);
+    value = scratch.take<Unit>(slots * value_tile);
+    tiles = scratch.take<int>(slots);
+    finite = scratch.take<bool>(slots);
   }
-  void clear(int64_t seqlen_kv) const { memset(state, kEmpty, single ? 1 : (seqlen_kv + kFwdTileKV - 1) / kFwdTileKV); }
+  void clear() const {
+    for (int i = 0; i < kept.slots(); i++) tiles[i] = -1;
+  }
 };
 
 // What one worker needs besides packed tiles.
@@ -111,9 +114,11 @@ struct Forward {
   Sharing sharing;
   bool in_place;  // keys and values are not packed
   int slices = 1, splits = 1;
+  KeptTiles kept;
 
   Forward(const AttentionParams& p, const ThreadPool& all)
-      : p(p), pool(with_workers(all, p)), tiles(p.num_heads / p.num_heads_kv, 0, p.seqlen_q, query_tile_rows(p, kFwdTileQ)), heads(p.batch * p.num_heads_kv) {
+      : p(p), pool(with_workers(all, p)), tiles(p.num_heads / p.num_heads_kv, 0, p.seqlen_q, query_tile_rows(p, kFwdTileQ)), heads(p.batch * p.num_heads_kv),
+        kept(int((p.seqlen_kv + kFwdTileKV - 1) / kFwdTileKV)) {
     const int workers = pool.num_workers;
     splits = int((p.seqlen_kv + kSplitKV - 1) / kSplitKV);
     in_place = tiles.group * p.seqlen_q <= kInPlaceRows && tiles.count <= 1 && !needs_copy(p.key, p.rotary.key_table) && p.value.col_stride == 1;
@@ -124,7 +129,9 @@ struct Forward {
       const int per_worker = sharing == Sharing::kTiles ? 16 : 4;
       if (heads % workers != 0 && heads < 4 * workers) slices = min_of(tiles.count, int((per_worker * workers + heads - 1) / heads));
     }
-    const int64_t key_tiles = (p.seqlen_kv + kFwdTileKV - 1) / kFwdTileKV;
+    const int64_t key_tiles = kept.count;
+    if (sharing == Sharing::kHeads) kept = KeptTiles::of(p, kFwdTileQ, kFwdTileKV);
+    if (sharing == Sharing::kSingle || sharing == Sharing::kSplits) kept.ring = 1;
     const int64_t items = heads * (sharing == Sharing::kSplits ? splits : sharing == Sharing::kTiles ? max_of(int64_t(slices), key_tiles) : slices);
     pool.num_workers = int(min_of(int64_t(workers), max_of(items, int64_t(1))));
   }
@@ -134,9 +141,9 @@ struct Forward {
     Buffers(p, s);
     return s.used;
   }
-  size_t packed_bytes(bool single) const {
+  size_t packed_bytes() const {
     Scratch s(nullptr);
-    Packed(p, single, s);
+    Packed(p, kept, s);
     return s.used;
   }
   size_t partial_bytes() const {
@@ -146,9 +153,8 @@ struct Forward {
   }
   size_t current_bytes() const { return (pool.num_workers * sizeof(int64_t) + 63) / 64 * 64; }
   size_t scratch_bytes() const {
-    const bool single = sharing == Sharing::kSingle || sharing == Sharing::kSplits;
     const int64_t packings = sharing == Sharing::kTiles ? heads : pool.num_workers;
-    return current_bytes() + pool.num_workers * buffer_bytes(p) + packings * packed_bytes(single) +
+    return current_bytes() + pool.num_workers * buffer_bytes(p) + packings * packed_bytes() +
            (sharing == Sharing::kSplits ? heads * splits * partial_bytes() : 0);
   }
 
@@ -163,16 +169,16 @@ struct Forward {
       Scratch s(base + worker * buffer_size);
       return Buffers(p, s);
     };
-    const auto packed = [&](int64_t index, bool single) {
-      Scratch s(packed_base + index * packed_bytes(single));
-      return Packed(p, single, s);
+    const auto packed = [&](int64_t index) {
+      Scratch s(packed_base + index * packed_bytes());
+      return Packed(p, kept, s);
     };
     if (sharing == Sharing::kTiles) {
-      const int64_t key_tiles = (p.seqlen_kv + kFwdTileKV - 1) / kFwdTileKV;
+      const int64_t key_tiles = kept.count;
       for_each_item(pool, heads * key_tiles, [&](int worker, int64_t item) {
         const int64_t head = item / key_tiles, tile = item % key_tiles;
-        const Packed to = packed(head, false);
-        to.state[tile] = Packed::kEmpty;
+        const Packed to = packed(head);
+        to.tiles[tile] = -1;
         pack_tile(head / p.num_heads_kv, head % p.num_heads_kv, int(tile), to, buffers(worker));
       });
     }
@@ -182,24 +188,45 @@ struct Forward {
       // The last queries first: where masks are causal they see the most, and small items at the end keep the workers together.
       const int slice = slices - 1 - int(item % slices), head_kv = int(head % p.num_heads_kv);
       const bool single = sharing == Sharing::kSingle;
-      const Packed keys = packed(sharing == Sharing::kTiles ? head : worker, single);
-      if (sharing != Sharing::kTiles && (single || current[worker] != head)) keys.clear(p.seqlen_kv), current[worker] = head;
+      const Packed keys = packed(sharing == Sharing::kTiles ? head : worker);
+      if (sharing != Sharing::kTiles && (single || current[worker] != head)) keys.clear(), current[worker] = head;
       const Buffers buf = buffers(worker);
       const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
       const int end = tiles.slice_begin(slice + 1, slices, mask);
       for (int tile = tiles.slice_begin(slice, slices, mask); tile < end; tile++) {
         const int rows = tiles.fill(tile, head_kv * tiles.group, mask, buf.rows);
-        query_tile(batch, head_kv, rows, mask, 0, int(p.seqlen_kv), keys, buf);
+        query_tile(batch, head_kv, rows, mask, 0, int(p.seqlen_kv), keys, buf, ahead(item, tile, end));
         write_rows(batch, rows, p.seqlen_kv > kSplitKV ? buf.total : buf.state, buf.rows);
       }
     });
   }
 
  private:
+  // What comes after a tile of queries: the next tile and, where the keys of a head are one tile, keys and values of the next head.
+  struct Next {
+    Ahead query, key, value;
+  };
+  Next ahead(int64_t item, int tile, int end) const {
+    const int64_t head = item / slices, next = head + pool.num_workers;  // if the workers go on in step
+    const bool last = tile + 1 >= end, heads_follow = slices == 1 && next < heads && kept.count == 1;
+    Next to;
+    if (!last || heads_follow) {
+      const int64_t of = last ? next : head;
+      const QueryTiles::Rows rows = tiles.rows_of(last ? 0 : tile + 1);
+      to.query = Ahead::of(matrix<const T>(p, p.query, of / p.num_heads_kv, of % p.num_heads_kv * tiles.group + rows.head), rows.query,
+                           min_of(rows.size, int(p.seqlen_q) - rows.query), int(p.head_dim));
+    }
+    if (heads_follow && tile == 0) {
+      to.key = Ahead::of(matrix<const T>(p, p.key, next / p.num_heads_kv, next % p.num_heads_kv), 0, int(p.seqlen_kv), int(p.head_dim));
+      to.value = Ahead::of(matrix<const T>(p, p.value, next / p.num_heads_kv, next % p.num_heads_kv), 0, int(p.seqlen_kv), int(p.head_dim_v));
+    }
+    return to;
+  }
+
   template <class GetBuffers, class GetPacked>
   void run_splits(const GetBuffers& buffers, const GetPacked& packed) const {
     const size_t partial_size = partial_bytes();
-    char* partials = (char*)packed(pool.num_workers, true).key;
+    char* partials = (char*)packed(pool.num_workers).key;
     const auto partial = [&](int64_t index) {
       Scratch s(partials + index * partial_size);
       return Buffers::take_state(kFwdTileQ, round_up(int(p.head_dim_v), kLanes<Real>), s);
@@ -207,8 +234,8 @@ struct Forward {
     for_each_item(pool, heads * splits, [&](int worker, int64_t item) {
       const int64_t head = item / splits, batch = head / p.num_heads_kv;
       const int split = int(item % splits), head_kv = int(head % p.num_heads_kv);
-      const Packed keys = packed(worker, true);
-      keys.clear(p.seqlen_kv);
+      const Packed keys = packed(worker);
+      keys.clear();
       Buffers buf = buffers(worker);
       buf.total = partial(item);
       const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
@@ -228,8 +255,8 @@ struct Forward {
   }
 
   void pack_tile(int64_t batch, int64_t head_kv, int tile, const Packed& to, const Buffers& buf) const {
-    const int at = to.single ? 0 : tile;
-    if (!to.single && to.state[at] != Packed::kEmpty) return;
+    const int at = to.kept.slot(tile);
+    if (to.tiles[at] == tile) return;
     const int begin = tile * kFwdTileKV, rows = min_of(kFwdTileKV, int(p.seqlen_kv) - begin);
     const Matrix<const T> keys = matrix<const T>(p, p.key, batch, head_kv), values = matrix<const T>(p, p.value, batch, head_kv);
     const auto key = turned_rows(p, p.key, p.rotary.key_table, batch, head_kv, begin, rows, buf.key_temp);
@@ -237,14 +264,15 @@ struct Forward {
     pack_transposed(key.data, key.row_stride, rows, int(p.head_dim), to.key + at * to.key_tile, to.key_panel,
                     Ahead::of(values, begin, rows, int(p.head_dim_v)));
     const int next = begin + kFwdTileKV;
-    const bool finite = pack_finite_panels(value.data, value.row_stride, rows, int(p.head_dim_v), to.value + at * to.value_tile, to.value_panel,
+    to.finite[at] = pack_finite_panels(value.data, value.row_stride, rows, int(p.head_dim_v), to.value + at * to.value_tile, to.value_panel,
                                            Ahead::of(keys, next, min_of(kFwdTileKV, int(p.seqlen_kv) - next), int(p.head_dim)));
-    to.state[at] = finite ? Packed::kFinite : Packed::kNonfinite;
+    to.tiles[at] = tile;
   }
 
   // One tile of queries over the keys [kv_from, kv_to), kv_from a multiple of kSplitKV. The result stands in buf.total where there is more
   // than one split, in buf.state otherwise.
-  void query_tile(int64_t batch, int head_kv, int rows, const RowMask& mask, int kv_from, int kv_to, const Packed& keys, const Buffers& buf) const {
+  void query_tile(int64_t batch, int head_kv, int rows, const RowMask& mask, int kv_from, int kv_to, const Packed& keys, const Buffers& buf,
+                  const Next& next_tile = Next()) const {
     const ScoreMods<Real> mods(p, mask, batch);
     for_each_run(buf.rows, rows, [&](int first, int count) {
       const auto query = turned_rows(p, p.query, p.rotary.query_table, batch, buf.rows[first].head, buf.rows[first].query, count, buf.query_temp);
@@ -294,6 +322,12 @@ struct Forward {
           if (listed && !mods.look_up(buf.rows + i0, count, kv_begin, kv_end, listed)) continue;
           const KeyRuns seen = mods.runs(buf.rows + i0, count, block.within(kv_begin, kv_end), kPanel<Unit>, listed);
           if (!seen.count) continue;
+          if (!started[i0 / kBlockRows]) {
+            next_tile.query.fetch(i0, i0 + kBlockRows);
+            const int part = i0 / kBlockRows, parts = (rows + kBlockRows - 1) / kBlockRows;
+            next_tile.key.fetch_part(part, parts), next_tile.value.fetch_part(part, parts);
+            Ahead::of(matrix<const T>(p, p.out, batch, buf.rows[i0].head), buf.rows[i0].query, count, int(p.head_dim_v)).fetch_to_write(0, count);
+          }
           if (!packed) {
             if (!in_place) pack_tile(batch, head_kv, kv_begin / kFwdTileKV, keys, buf);
             if (kDrop && in_registers()) dropout.begin_tile(kv_begin, min_of(kv_begin + kFwdTileKV, kv_to));
@@ -315,7 +349,7 @@ struct Forward {
                                    const ScoreMods<Real>& mods, const ListedKeys* listed, const Dropout& dropout, const Packed& keys,
                                    const Buffers& buf) const {
     const int begin = round_down(seen.begin, kPanel<Unit>), end = seen.end;
-    const int cols = round_up(end - begin, kPanel<Unit>), stride = kFwdTileKV / kUnitSize<Unit>, tile = keys.single ? 0 : kv_begin / kFwdTileKV;
+    const int cols = round_up(end - begin, kPanel<Unit>), stride = kFwdTileKV / kUnitSize<Unit>, tile = keys.kept.slot(kv_begin / kFwdTileKV);
     const int head_dim = int(p.head_dim), head_dim_v = int(p.head_dim_v);
     const TileRow* tile_rows = buf.rows + i0;
     const Unit* query = buf.query + i0 * buf.query_stride;
@@ -349,7 +383,7 @@ struct Forward {
       gemm<Left::RowMajor, Store::Accumulate>(rows, head_dim_v, units<Unit>(end - first), probs, stride, value, keys.value_panel, state.out, state.out_stride);
     else
       gemm<Left::RowMajor, Store::Overwrite>(rows, head_dim_v, units<Unit>(end - first), probs, stride, value, keys.value_panel, state.out, state.out_stride);
-    if (keys.state[tile] == Packed::kNonfinite)
+    if (!keys.finite[tile])
       add_nonfinite(mods, tile_rows, rows, first, end, probs, stride, matrix<const T>(p, p.value, batch, head_kv), head_dim_v, state.out, state.out_stride);
   }
 
@@ -358,7 +392,7 @@ struct Forward {
   __attribute__((noinline)) void block_of_runs(int64_t batch, int head_kv, int i0, int rows, int kv_begin, const KeyRuns& seen, const BlockKeys& block,
                                                bool started, const ScoreMods<Real>& mods, const ListedKeys* listed, const Packed& keys,
                                                const Buffers& buf) const {
-    const int stride = kFwdTileKV / kUnitSize<Unit>, tile = keys.single ? 0 : kv_begin / kFwdTileKV, head_dim_v = int(p.head_dim_v);
+    const int stride = kFwdTileKV / kUnitSize<Unit>, tile = keys.kept.slot(kv_begin / kFwdTileKV), head_dim_v = int(p.head_dim_v);
     const TileRow* tile_rows = buf.rows + i0;
     Real factor = 1;
     int cols = 0;
@@ -393,7 +427,7 @@ struct Forward {
       const int count = units<Unit>(end - first);
       if (r == 0) gemm<Left::RowMajor, Store::Overwrite>(rows, head_dim_v, count, probs, stride, value, keys.value_panel, buf.tile_out, state.out_stride);
       else gemm<Left::RowMajor, Store::Continue>(rows, head_dim_v, count, probs, stride, value, keys.value_panel, buf.tile_out, state.out_stride);
-      if (keys.state[tile] == Packed::kNonfinite)
+      if (!keys.finite[tile])
         add_nonfinite(mods, tile_rows, rows, first, end, probs, stride, matrix<const T>(p, p.value, batch, head_kv), head_dim_v, buf.tile_out,
                       state.out_stride);
       cols += round_up(end - begin, kPanel<Unit>);

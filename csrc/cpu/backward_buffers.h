@@ -56,30 +56,50 @@ inline int chunk_begin(int chunk, int chunks, int seqlen_q, const RowMask& mask,
   return min_of(i, seqlen_q);
 }
 
-// One kv head. *_transposed: panels of keys, reduction over head_dim. key: panels of columns, reduction over keys, 0 for what is not finite.
+// Tiles of one kv head. *_transposed: panels of keys, reduction over head_dim. key: panels of columns, reduction over keys, 0 for what is not finite.
 template <class Unit>
 struct BackwardPacked {
+  static constexpr int P = kPanel<Unit>;
   Unit *key_transposed, *value_transposed, *key;
-  bool* key_finite;  // [tiles of keys]
-  int64_t key_transposed_stride, value_transposed_stride, key_stride;
+  int* tiles;        // [slots] the tile that a slot holds, -1: none
+  bool* key_finite;  // [slots]
+  int64_t key_transposed_stride, value_transposed_stride, key_stride;  // units of one panel
+  int key_panels, dim_panels;                                          // of one tile
+  KeptTiles kept;
 
-  BackwardPacked(const AttentionParams& p, Scratch& scratch) {
-    constexpr int P = kPanel<Unit>;
-    const int seqlen = int(p.seqlen_kv), key_panels = round_up(seqlen, P) / P, dim_panels = round_up(int(p.head_dim), P) / P;
+  BackwardPacked(const AttentionParams& p, const KeptTiles& kept, Scratch& scratch) : kept(kept) {
+    const int rows = min_of(kBwdTileKV, round_up(int(p.seqlen_kv), P)), slots = kept.slots();
+    key_panels = rows / P, dim_panels = round_up(int(p.head_dim), P) / P;
     key_transposed_stride = int64_t(units<Unit>(int(p.head_dim))) * P;
     value_transposed_stride = int64_t(units<Unit>(int(p.head_dim_v))) * P;
-    key_stride = int64_t(units<Unit>(seqlen)) * P;
-    key_transposed = scratch.take<Unit>(key_panels * key_transposed_stride);
-    value_transposed = scratch.take<Unit>(key_panels * value_transposed_stride);
-    key = scratch.take<Unit>(dim_panels * key_stride);
-    key_finite = scratch.take<bool>((seqlen + kBwdTileKV - 1) / kBwdTileKV);
+    key_stride = int64_t(units<Unit>(rows)) * P;
+    key_transposed = scratch.take<Unit>(slots * key_panels * key_transposed_stride);
+    value_transposed = scratch.take<Unit>(slots * key_panels * value_transposed_stride);
+    key = scratch.take<Unit>(slots * dim_panels * key_stride);
+    tiles = scratch.take<int>(slots);
+    key_finite = scratch.take<bool>(slots);
   }
+  void clear() const {
+    for (int i = 0; i < kept.slots(); i++) tiles[i] = -1;
+  }
+  // Panels from the one of key `first`, which is in tile `tile`.
+  int64_t key_panel(int tile, int first) const { return kept.slot(tile) * int64_t(key_panels) + (first - tile * kBwdTileKV) / P; }
+  Unit* key_row(int tile, int first) const {
+    return key + kept.slot(tile) * dim_panels * key_stride + (first - tile * kBwdTileKV) / kUnitSize<Unit> * P;
+  }
+};
+
+// Keys that some of the rows of a chunk see lie in these two. They may overlap.
+struct SeenKeys {
+  Interval sinks = {0, 0}, main = {0, 0};
+  bool sees_some(int begin, int end) const { return !is_empty(intersect(main, begin, end)) || !is_empty(intersect(sinks, begin, end)); }
 };
 
 // What one chunk adds up for one kv head.
 template <class Real>
 struct BackwardSums {
   Real *grad_key, *grad_value;     // [seqlen_kv][stride]
+  SeenKeys* seen;                  // the rows of them that mean something: whole tiles
   double* bias_columns = nullptr;    // [group][bias_width], where the gradient of bias has no rows
   int64_t key_stride, value_stride, bias_width;
 
@@ -105,13 +125,34 @@ struct BackwardSums {
     value_stride = round_up(int(p.head_dim_v), kLanes<Real>);
     grad_key = scratch.take<Real>(padded * key_stride);
     grad_value = scratch.take<Real>(padded * value_stride);
+    seen = scratch.take<SeenKeys>(1);
     bias_width = bias_origin(params) + p.seqlen_kv;
     if (params.grad_bias.col_stride != 0 && is_summed(params.grad_bias)) bias_columns = scratch.take<double>(p.num_heads / p.num_heads_kv * bias_width);
   }
-  void clear(int64_t seqlen_kv, int64_t group) const {
-    memset(grad_key, 0, seqlen_kv * key_stride * sizeof(Real));
-    memset(grad_value, 0, seqlen_kv * value_stride * sizeof(Real));
+  void clear(int64_t group) const {
+    *seen = SeenKeys();
     if (bias_columns) memset(bias_columns, 0, group * bias_width * sizeof(double));
+  }
+  void clear_rows(int begin, int end) const {
+    if (begin >= end) return;
+    memset(grad_key + begin * key_stride, 0, (end - begin) * key_stride * sizeof(Real));
+    memset(grad_value + begin * value_stride, 0, (end - begin) * value_stride * sizeof(Real));
+  }
+  // Zeros in the rows of the tiles that `sinks` and `main` touch and that were not seen before.
+  void see(Interval sinks, Interval main, int seqlen_kv) const {
+    const auto see = [&](Interval keys, Interval& had, Interval other) {
+      if (is_empty(keys)) return;
+      const Interval now = hull(had, {round_down(keys.begin, kBwdTileKV), min_of(round_up(keys.end, kBwdTileKV), seqlen_kv)});
+      const auto clear_but = [&](int begin, int end) {
+        clear_rows(begin, min_of(end, is_empty(other) ? end : max_of(other.begin, begin)));
+        if (!is_empty(other)) clear_rows(max_of(begin, other.end), end);
+      };
+      if (is_empty(had)) clear_but(now.begin, now.end);
+      else clear_but(now.begin, had.begin), clear_but(had.end, now.end);
+      had = now;
+    };
+    see(sinks, seen->sinks, seen->main);
+    see(main, seen->main, seen->sinks);
   }
   // Adds the rows [begin, end) of another chunk.
   void add(const BackwardSums& other, int begin, int end) const {

@@ -40,6 +40,15 @@ struct QueryTiles {
     }
     return size;
   }
+  // Head, counted from 0, and query of the first row; how many rows there are.
+  struct Rows {
+    int head, query, size;
+  };
+  Rows rows_of(int tile) const {
+    Rows rows = {0, 0, 0};
+    locate(tile, rows.head, rows.query, rows.size);
+    return rows;
+  }
   // Visible pairs of the tile, from its first and last row: a weight to balance by.
   int64_t weight(int tile, const RowMask& mask) const {
     int head = 0, query = 0, size = 0;
@@ -67,6 +76,29 @@ struct QueryTiles {
       head = tile / tiles_per_head, query = tile % tiles_per_head * tile_rows, size = min_of(tile_rows, seqlen - query);
     }
   }
+};
+
+// Which tiles of packed keys are kept at a time: all of them, or under a narrow window, which every tile of queries leaves behind soon, the first
+// ones where there are sinks and as many others as a tile of queries sees. They then stay in L2.
+struct KeptTiles {
+  int count, fixed, ring;
+
+  // All of `count`.
+  explicit KeptTiles(int count) : count(count), fixed(0), ring(count) {}
+  static KeptTiles of(const AttentionParams& p, int tile_q, int tile_kv) {
+    const MaskParams& mask = p.mask;
+    KeptTiles all(int((p.seqlen_kv + tile_kv - 1) / tile_kv));
+    const int64_t band = min_of(mask.window_left, mask.limit_left) + min_of(mask.window_right, mask.limit_right) + 1;
+    const int64_t width = max_of(int64_t(1), mask.chunk > 0 ? min_of(band, mask.chunk) : band) + tile_q - 1;
+    // Some tiles of keys, beginning anywhere in the first.
+    const int64_t fixed = (mask.num_sinks + tile_kv - 1) / tile_kv, ring = (width + tile_kv - 2) / tile_kv + 1;
+    if (p.blocks.rows.data || fixed + ring >= all.count) return all;
+    all.fixed = int(fixed), all.ring = int(ring);
+    return all;
+  }
+  int slots() const { return fixed + ring; }
+  bool are_all() const { return slots() == count; }
+  int slot(int tile) const { return tile < fixed ? tile : fixed + (tile - fixed) % ring; }
 };
 
 // Calls f(first, count) for each run of rows of one head with adjacent queries.
