@@ -39,9 +39,14 @@ struct PairTiles {
     keep = Real(dropout.inverse_keep), this->head = head;
   }
 
+  // What a list shows of the tile. As all that looks at lists, by whole warps.
+  SIMT_DEVICE int shown(int64_t first_query, int64_t first_key) const {
+    static_assert(kListTile % kQueries == 0 && kListTile % kKeys == 0, "inside a tile of the list");
+    return pairs.list.state(first_query, first_key);
+  }
   // Whether some pair of the tile is hidden or beyond the queries; pairs beyond the keys are hidden.
   SIMT_DEVICE bool edge(const RowBounds& bounds, int64_t first_query, int64_t first_key) const {
-    return pairs.hides || !bounds.covers(first_key, first_key + kKeys) || first_query + kQueries > seqlen_q;
+    return pairs.hides || !bounds.covers(first_key, first_key + kKeys) || first_query + kQueries > seqlen_q || shown(first_query, first_key) != kListFull;
   }
 
   // The tile in `right`, hidden_weight() where hidden; each half warp may read its rows after a barrier of the warp. `left`, `right` and
@@ -51,6 +56,7 @@ struct PairTiles {
                            const Product& product = Product(), unsigned char* product_memory = nullptr) const {
     const RowRange query_rows{first_query, seqlen_q}, key_rows{first_key, seqlen_kv};
     const RowRange left_rows = kKeyRows ? key_rows : query_rows, right_rows = kKeyRows ? query_rows : key_rows;
+    const int shown = edge ? this->shown(first_query, first_key) : kListFull;
     const Kept kept = Kept::template draw<Tile::kThreads>(dropout, first_query, first_key, kept_bytes);
     typename Tile::Scores scores;
     product.template add<Tile>(scores, head, kKeyRows ? key : query, left_rows, kKeyRows ? query : key, right_rows, head_dim, false, left, right,
@@ -71,13 +77,13 @@ struct PairTiles {
     QueryStats of_column[kKeyRows ? Tile::kThreadCols : 1];
     if constexpr (kKeyRows) {
 #pragma unroll
-      for (int j = 0; j < Tile::kThreadCols; j++) of_column[j] = stats_of(first_query + at.x + 16 * j, edge);
+      for (int j = 0; j < Tile::kThreadCols; j++) of_column[j] = stats_of(first_query + at.x + 16 * j, edge, shown);
     }
 #pragma unroll 1
     for (int i = 0; i < Tile::kThreadRows; i++) {
       const int r = at.row(i);
       QueryStats of_row;
-      if constexpr (!kKeyRows) of_row = stats_of(first_query + r, edge);
+      if constexpr (!kKeyRows) of_row = stats_of(first_query + r, edge, shown);
       Real* const to = right + r * Tile::kStride + at.x;
       const Real* const products = kWanted == PairValue::kWeight ? to : left + r * Tile::kStride + at.x;
 #pragma unroll
@@ -103,13 +109,13 @@ struct PairTiles {
  private:
   struct QueryStats {
     Real shift = 0, lse = 0, delta = 0;
-    RowEntry visible{0, 0, 0, 0};
+    RowView visible{{0, 0, 0, 0}, 0};
   };
-  SIMT_DEVICE QueryStats stats_of(int64_t query, bool edge) const {
+  SIMT_DEVICE QueryStats stats_of(int64_t query, bool edge, int shown) const {
     QueryStats s;
     if (query >= seqlen_q) return s;
     s.shift = shift[query], s.lse = lse[query], s.delta = delta[query];
-    if (edge) s.visible = pairs.rows[query];
+    if (edge) s.visible = {pairs.rows[query], pairs.list.word(shown, query)};
     return s;
   }
 };
