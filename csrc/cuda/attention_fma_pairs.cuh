@@ -56,7 +56,6 @@ struct PairTiles {
                            const Product& product = Product(), unsigned char* product_memory = nullptr) const {
     const RowRange query_rows{first_query, seqlen_q}, key_rows{first_key, seqlen_kv};
     const RowRange left_rows = kKeyRows ? key_rows : query_rows, right_rows = kKeyRows ? query_rows : key_rows;
-    const int shown = edge ? this->shown(first_query, first_key) : kListFull;
     const Kept kept = Kept::template draw<Tile::kThreads>(dropout, first_query, first_key, kept_bytes);
     typename Tile::Scores scores;
     product.template add<Tile>(scores, head, kKeyRows ? key : query, left_rows, kKeyRows ? query : key, right_rows, head_dim, false, left, right,
@@ -77,13 +76,13 @@ struct PairTiles {
     QueryStats of_column[kKeyRows ? Tile::kThreadCols : 1];
     if constexpr (kKeyRows) {
 #pragma unroll
-      for (int j = 0; j < Tile::kThreadCols; j++) of_column[j] = stats_of(first_query + at.x + 16 * j, edge, shown);
+      for (int j = 0; j < Tile::kThreadCols; j++) of_column[j] = stats_of(first_query + at.x + 16 * j, edge);
     }
 #pragma unroll 1
     for (int i = 0; i < Tile::kThreadRows; i++) {
       const int r = at.row(i);
       QueryStats of_row;
-      if constexpr (!kKeyRows) of_row = stats_of(first_query + r, edge, shown);
+      if constexpr (!kKeyRows) of_row = stats_of(first_query + r, edge);
       Real* const to = right + r * Tile::kStride + at.x;
       const Real* const products = kWanted == PairValue::kWeight ? to : left + r * Tile::kStride + at.x;
 #pragma unroll
@@ -104,18 +103,31 @@ struct PairTiles {
         to[16 * j] = score == minus_infinity(Real()) ? hidden_weight<Real>() : x;
       }
     }
+    if (edge && pairs.list.is_given()) hide_unlisted(first_query, first_key, right, at);
   }
 
  private:
+  // Behind the loop over pairs, where words would take the registers of a block.
+  SIMT_DEVICE void hide_unlisted(int64_t first_query, int64_t first_key, Real* right, typename Tile::Place at) const {
+    const int state = shown(first_query, first_key);
+    if (state == kListFull) return;
+#pragma unroll 1
+    for (int i = 0; i < Tile::kThreadRows * Tile::kThreadCols; i++) {
+      const int r = at.row(i / Tile::kThreadCols), c = at.x + 16 * (i % Tile::kThreadCols);
+      const uint64_t word = pairs.list.word(state, first_query + (kKeyRows ? c : r));
+      if (!(word >> ((first_key + (kKeyRows ? r : c)) % kListTile) & 1)) right[r * Tile::kStride + c] = hidden_weight<Real>();
+    }
+  }
+
   struct QueryStats {
     Real shift = 0, lse = 0, delta = 0;
-    RowView visible{{0, 0, 0, 0}, 0};
+    RowEntry visible{0, 0, 0, 0};
   };
-  SIMT_DEVICE QueryStats stats_of(int64_t query, bool edge, int shown) const {
+  SIMT_DEVICE QueryStats stats_of(int64_t query, bool edge) const {
     QueryStats s;
     if (query >= seqlen_q) return s;
     s.shift = shift[query], s.lse = lse[query], s.delta = delta[query];
-    if (edge) s.visible = {pairs.rows[query], pairs.list.word(shown, query)};
+    if (edge) s.visible = pairs.rows[query];
     return s;
   }
 };

@@ -366,7 +366,7 @@ struct KeptTile {
 struct RowView {
   RowEntry keys;
   uint64_t word;  // HeadList::word()
-  SIMT_DEVICE bool contains(int64_t key) const { return keys.contains(int(key)) && (word >> (key % kListTile) & 1); }
+  SIMT_DEVICE bool contains(int key) const { return keys.contains(key) && (word >> (key % kListTile) & 1); }
 };
 
 // The pairs of one query head.
@@ -379,7 +379,11 @@ struct HeadScores {
   bool hides;  // whether a pair inside the intervals may be hidden
 
   SIMT_DEVICE HeadScores(const AttentionParams& p, const RowTable& table, int64_t batch, int64_t head)
-      : scores(p, batch, head), list(p, batch, head), rows(table.rows_of(batch)), seqlen_q(query_segment(p, batch).length), hides(p.bias.data || p.bool_mask.data) {}
+      : scores(p, batch, head),
+        list(p, batch, head),
+        rows(table.rows_of(batch)),
+        seqlen_q(query_segment(p, batch).length),
+        hides(p.bias.data || p.bool_mask.data) {}
 
   // Of a query that may be negative or behind the end, in a tile that the list shows as `shown`.
   SIMT_DEVICE RowView row(int64_t query, int shown) const {
@@ -392,8 +396,9 @@ struct HeadScores {
     return {rows[query], list.word_at(query, key)};
   }
   // -inf where hidden. `edge`: the tile has hidden pairs, or ends behind the matrix.
-  SIMT_DEVICE Real operator()(Real product, int64_t query, int64_t key, bool edge, const RowView& row, Real* derivative = nullptr) const {
-    if (edge && !row.contains(key)) return minus_infinity(Real());
+  template <class Row>
+  SIMT_DEVICE Real operator()(Real product, int64_t query, int64_t key, bool edge, const Row& row, Real* derivative = nullptr) const {
+    if (edge && !row.contains(int(key))) return minus_infinity(Real());
     return scores(product, query, key, derivative);
   }
 };

@@ -36,8 +36,8 @@ struct ForwardTile {
     float exact_sums[kRows];          // row sums of the weights as they were, for lse
   };
   // Queries (later the output), keys, values, what the rows see, and with features the list.
-  static constexpr int kSharedBytes = (kRows + 2 * kKeys) * D * int(sizeof(T)) + kRows * int(sizeof(RowEntry)) + (int(sizeof(Block)) + 15) / 16 * 16 +
-                                      (kFeatures ? int(sizeof(HeadList)) : 0);
+  static constexpr int kSharedBytes =
+      (kRows + 2 * kKeys) * D * int(sizeof(T)) + kRows * int(sizeof(RowEntry)) + (int(sizeof(Block)) + 15) / 16 * 16 + (kFeatures ? int(sizeof(HeadList)) : 0);
 };
 
 namespace {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves
 
 from .mask_checks import check_broadcasts, is_readable
@@ -33,12 +35,13 @@ def serves(operands: Sequence[Mask], seqlen_q: int, seqlen_kv: int, query_offset
     """Whether these masks become a list: values can be read, the kernels take it, and there is more than a tile."""
     if seqlen_q * seqlen_kv <= TILE * TILE or device is None or device.type not in ("cpu", "cuda"):
         return False
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
         return False
     tensors = [leaf for operand in operands for leaf in tree_leaves(operand) if isinstance(leaf, Tensor)]
     if isinstance(query_offset, Tensor):
         tensors.append(query_offset)
-    probe = torch.empty(0)  # fake inside a fake mode
+    with _outside_transforms():
+        probe = torch.empty(0)  # fake inside a fake mode
     return is_readable(probe) and all(is_readable(tensor, device.type) for tensor in tensors)
 
 
@@ -65,12 +68,18 @@ def of(
             return _checked(found[2], scores, device)
     if _captures(device):
         return None
-    blocks = build(operands, scores[-2], scores[-1], query_offset, device)
+    with _outside_transforms():
+        blocks = build(operands, scores[-2], scores[-1], query_offset, device)
     if keeps:
         kept = dict(list(kept.items())[1 - _KEPT :])
         kept[place] = (versions, leaves, blocks)  # `leaves` keeps the tensors alive, so that no id is used again
         object.__setattr__(mask, "_block_lists", kept)
     return _checked(blocks, scores, device)
+
+
+def _outside_transforms() -> AbstractContextManager[Any]:
+    """Tensors made under a transform of torch.func belong to it, and have no values to read; a list is the same for all samples."""
+    return temporarily_clear_interpreter_stack() if torch._C._are_functorch_transforms_active() else nullcontext()
 
 
 def _captures(device: torch.device | None) -> bool:

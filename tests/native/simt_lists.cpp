@@ -147,7 +147,8 @@ struct Call {
   Exact<T> grad_out;
   AttentionParams p;
 
-  Call(const Problem& problem, DType dtype, bool with_bias) : x(problem, 7), sinks(problem.heads), bias(problem.heads * problem.seqlen_kv), grad_out(x.out.size) {
+  Call(const Problem& problem, DType dtype, bool with_bias)
+      : x(problem, 7), sinks(problem.heads), bias(problem.heads * problem.seqlen_kv), grad_out(x.out.size) {
     p = x.p;
     p.dtype = dtype, p.num_batch_dims = 0;
     for (TensorView* v : {&p.query, &p.key, &p.value}) v->dtype = dtype;

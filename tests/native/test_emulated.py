@@ -17,6 +17,12 @@ PACKED = (
     *("against_the_definition", "a_sequence_has_the_bits_it_has_alone", "nothing_leaks_between_sequences", "empty_sequences"),
     *("dropout_is_that_of_the_padded_batch", "strides", "bad_offsets"),
 )
+LISTS = (
+    "lists_of_kernels_of_every_size",
+    "a_captured_graph_reads_lists_that_are_there",
+    "operators_map_over_lists",
+    "lists_cost_what_is_visible",
+)
 # The longest first.
 SMALL = (
     "tests/test_attention_isa.py::test_features",
@@ -28,6 +34,7 @@ SMALL = (
     "tests/test_attention_decode.py tests/test_kv_cache.py --deselect tests/test_kv_cache.py::TestCompile",
     "tests/test_additive_attention.py",
     "tests/test_dropout.py",
+    " ".join(f"tests/test_sparse_masks.py::test_{name}" for name in LISTS),
     "tests/test_masks.py tests/test_rotate.py tests/test_bias_by_distance.py tests/test_tf32.py",
     "tests/test_library_errors.py tests/test_errors.py tests/test_linear_errors.py",
 )
