@@ -79,9 +79,6 @@ ScoreShape check_attention(AttentionArguments* args, AttentionParams* params, Ba
   const ScoreShape scores(query, params->seqlen_kv);
   check_bool_mask(&args->mask, scores, params, batch_dims);
   check_blocks(&args->block_rows, &args->block_tiles, &args->block_bits, scores.sizes, scores.rank, params, batch_dims);
-  if (args->block_rows && !Backend::kTakesLists) {
-    fail("block_rows must be None on this device, whose kernels read no block lists: pass what they show as mask");
-  }
   if (args->bias) {
     read(&args->bias);
     if (args->bias.dtype != real && !is_16_bit(args->bias.dtype)) {
@@ -293,8 +290,8 @@ void blocks_dense(StableIValue* stack, uint64_t, uint64_t) {
   Tensor block_tiles = arguments.tensor("block_tiles");
   Tensor block_bits = arguments.tensor("block_bits");
   Tensor rows = arguments.tensor("rows");
-  if (!device::kReadsValues) fail("_blocks_dense reads lists on the CPU");
   const int64_t seqlen_q = arguments.scalar<int64_t>(), seqlen_kv = arguments.scalar<int64_t>();
+  const Backend backend("_blocks_dense", arguments.device());
 
   check_length("seqlen_q", seqlen_q);
   check_length("seqlen_kv", seqlen_kv);
@@ -309,22 +306,11 @@ void blocks_dense(StableIValue* stack, uint64_t, uint64_t) {
   BatchDims batch_dims;
   check_blocks(&block_rows, &block_tiles, &block_bits, sizes, block_rows.rank, &params, &batch_dims);
   params.blocks.rows.head_stride = (seqlen_q + kListTile - 1) / kListTile * 2;
+  params.num_heads = lists, params.seqlen_q = seqlen_q, params.seqlen_kv = seqlen_kv;
   check_rows(&rows, seqlen_q);
   sizes[block_rows.rank - 2] = rows.size(0);
   Tensor visible = empty_contiguous("the mask", codes.boolean, block_rows.device, block_rows.rank, sizes);
-  bool* to = static_cast<bool*>(visible.data);
-  const BlockList list{params.blocks, static_cast<const int32_t*>(block_rows.data)};
-  for (int64_t l = 0; seqlen_kv && l < lists; ++l) {
-    for (int64_t i = 0; i < rows.size(0); ++i, to += seqlen_kv) {
-      const int64_t query = static_cast<const int64_t*>(rows.data)[i];
-      std::memset(to, 0, static_cast<size_t>(seqlen_kv));
-      const BlockList::Range range = list.range(l, query);
-      for (const ListedTile* entry = range.begin; entry < range.end; ++entry) {
-        const int64_t first = int64_t(entry->keys) * kListTile;
-        for (int64_t j = first; j < first + kListTile && j < seqlen_kv; ++j) to[j] = list.word(*entry, query) >> (j - first) & 1;
-      }
-    }
-  }
+  if (visible.numel() != 0) backend.blocks_dense(params, static_cast<const int64_t*>(rows.data), rows.size(0), static_cast<bool*>(visible.data));
   stack[0] = visible.release();
 }
 

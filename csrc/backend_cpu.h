@@ -1,9 +1,11 @@
 #pragma once
 // The kernels of cpu/, on torch's threads. They return when they are done.
 
+#include <cstring>
 #include <limits>
 
 #include "attention_varlen_cpu.h"
+#include "core/block_list.h"
 #include "cpu/kernels.h"
 #include "linear_varlen_cpu.h"
 #include "tensor.h"
@@ -13,7 +15,7 @@ namespace tiled_attention {
 
 class Backend {
  public:
-  static constexpr bool kTakesLists = true, kTurnsRows = true;  // reads block lists; turns query and key by RotaryParams
+  static constexpr bool kTurnsRows = true;  // turns query and key by RotaryParams
   Backend(const char* /*op*/, int32_t /*device*/) : table_(kernels()) {}
 
   void attention_fwd(const AttentionParams& params) const { run(table_.attention_fwd_scratch, table_.attention_fwd, params); }
@@ -45,6 +47,21 @@ class Backend {
   }
   void mask_dense(const MaskParams& params, const int64_t (&sizes)[3], void* visible) const {
     table_.mask_dense(params, sizes[0], sizes[1], sizes[2], static_cast<bool*>(visible));
+  }
+
+  // visible[num_heads][num_rows][seqlen_kv]: what the lists of `params`, those of heads, show some rows.
+  void blocks_dense(const AttentionParams& params, const int64_t* rows, int64_t num_rows, bool* visible) const {
+    const BlockList list{params.blocks, static_cast<const int32_t*>(params.blocks.rows.data)};
+    for (int64_t h = 0; h < params.num_heads; ++h) {
+      for (int64_t i = 0; i < num_rows; ++i, visible += params.seqlen_kv) {
+        std::memset(visible, 0, static_cast<size_t>(params.seqlen_kv));
+        const BlockList::Range range = list.range(h, rows[i]);
+        for (const ListedTile* entry = range.begin; entry < range.end; ++entry) {
+          const int64_t first = int64_t(entry->keys) * kListTile;
+          for (int64_t j = first; j < first + kListTile && j < params.seqlen_kv; ++j) visible[j] = list.word(*entry, rows[i]) >> (j - first) & 1;
+        }
+      }
+    }
   }
 
   // lse of rows without any key: the sink, or -inf.

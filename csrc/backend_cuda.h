@@ -14,7 +14,7 @@ namespace tiled_attention {
 
 class Backend {
  public:
-  static constexpr bool kTakesLists = false, kTurnsRows = false;
+  static constexpr bool kTurnsRows = false;
   // `op` is named by errors.
   Backend(const char* op, int32_t device) : op_(op), device_(device), guard_(device), stream_(device::current_stream(device)) {}
 
@@ -45,6 +45,9 @@ class Backend {
   }
   void mask_dense(const MaskParams& params, const int64_t (&sizes)[3], void* visible) const {
     check(cuda::mask_dense(params, sizes[0], sizes[1], sizes[2], static_cast<bool*>(visible), stream_));
+  }
+  void blocks_dense(const AttentionParams& params, const int64_t* rows, int64_t num_rows, bool* visible) const {
+    check(cuda::blocks_dense(params, rows, num_rows, visible, stream_));
   }
   // lse of rows without any key, and the gradient of their sinks.
   void lse_without_keys(const AttentionParams& params) const { check(cuda::lse_without_keys(params, stream_)); }

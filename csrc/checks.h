@@ -308,6 +308,8 @@ inline void check_blocks(Tensor* rows, Tensor* tiles, Tensor* bits, const int64_
   make_contiguous(bits);
   params->blocks.tiles = static_cast<const ListedTile*>(tiles->data);
   params->blocks.bits = static_cast<const uint64_t*>(bits->data);
+  if (entry[0] > INT32_MAX || words[0] > INT32_MAX) fail("block_tiles and block_bits must have less than 2^31 rows, got ", entry[0], " and ", words[0]);
+  params->blocks.num_tiles = entry[0], params->blocks.num_bits = words[0];
   const int32_t* range = static_cast<const int32_t*>(rows->data);
   const int64_t tiles_kv = (sizes[rank - 1] + kListTile - 1) / kListTile;
   for (int64_t i = 0; device::kReadsValues && i < rows->numel(); i += 2) {

@@ -427,7 +427,7 @@ def op_arguments(dtype=torch.float32, everything=True):
         torch.tensor([0, 2, 5]),
         torch.tensor([0, 1]),
         torch.tensor(7),
-        *([None] * 3 if torch.ops.tiled_attention._isa() == "emulated" else BLOCKS),
+        *BLOCKS,
         torch.randn(5, 4),
         torch.randn(2, 1, 5, 4),
         0.3,

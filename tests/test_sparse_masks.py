@@ -210,6 +210,59 @@ def test_listed_attention_has_the_bits_of_the_bool_mask(lengths: tuple[int, int]
             assert (a - b).nan_to_num(0.0).abs().max().item() <= eps * scale, (mask, name)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [
+        *((torch.bfloat16, head_dim) for head_dim in (64, 128, 256)),
+        *((torch.float16, 128), (torch.float32, 64), (torch.float32, 100), (torch.float64, 64)),
+    ],
+    ids=str,
+)
+def test_lists_of_kernels_of_every_size(dtype: torch.dtype, head_dim: int, isa: str):
+    """Lists per head, per batch item and of all of them, rows without keys, NaN and inf in what nobody sees, against the definition."""
+    n, keys = 150, 203
+    layout = torch.rand(2, 10, 13, generator=torch.Generator().manual_seed(2)) > 0.6
+    layout[:, :, 11] = False
+    layout[:, 4:6] = False
+    hidden = ta.BlockSparse(torch.ones(10, 13, dtype=torch.bool).index_fill(1, torch.tensor([11]), False), 16)
+    masks = [
+        ta.BlockSparse(layout, 16),
+        ta.Causal() & ta.BlockSparse(layout[0], 16),
+        hidden & (ta.Global((5, 130)) | ta.SlidingWindow(9, 2)) & ta.KeyLengths(torch.tensor([203, 120])),
+    ]
+    x = Case(num_heads=2, num_heads_kv=1, seqlen_q=n, seqlen_kv=keys, head_dim=head_dim, dtype=dtype).inputs()
+    x.key[:, :, 180], x.value[:, :, 181], x.value[:, :, 182] = math.nan, math.nan, math.inf
+    for mask in masks:
+        lowered = lowering.lower(mask, batch_shape=(2,), num_heads=2, seqlen_q=n, seqlen_kv=keys, device=CPU)
+        assert lowered.block_rows is not None
+        leaves = [t.detach().requires_grad_() for t in (x.query, x.key, x.value)]
+        exact = [t.detach().nan_to_num(0.0, 0.0).double().requires_grad_() for t in leaves]
+        out, want = ta.attention(*leaves, mask=mask), ta.reference.attention(*exact, mask=mask.dense(n, keys))
+        direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(dtype)
+        ours = [out, *torch.autograd.grad(out, leaves, direction)]
+        right = [want, *torch.autograd.grad(want, exact, direction.double())]
+        for a, b in zip(ours, right, strict=True):
+            # 16 bit: queries, weights and their gradients are rounded before they are summed.
+            limit = (4 if dtype.itemsize == 2 else 64) * torch.finfo(dtype).eps * b.abs().max().item()
+            assert (a.double() - b).abs().max().item() <= limit, mask
+
+
+def test_a_captured_graph_reads_lists_that_are_there(monkeypatch: pytest.MonkeyPatch):
+    sizes = dict(batch_shape=(2,), num_heads=3, seqlen_q=150, seqlen_kv=150, device=CPU)
+    mask = ta.Global((1, 77)) | ta.SlidingWindow(5, 0)
+    monkeypatch.setattr(block_list, "_captured", {})
+    with monkeypatch.context() as capture:
+        capture.setattr(block_list, "_captures", lambda device: True)
+        lowered = lowering.lower(mask, **sizes)
+    assert lowered.block_rows is None and torch.equal(lowered.mask, mask.dense(150, 150))
+    built = lowering.lower(mask, **sizes).block_rows
+    assert built is not None and not block_list._captured
+    with monkeypatch.context() as capture:
+        capture.setattr(block_list, "_captures", lambda device: True)
+        assert lowering.lower(mask, **sizes).block_rows is built
+    assert [blocks.rows is built for blocks in block_list._captured.values()] == [True]
+
+
 def test_rows_keep_their_bits_alone_and_for_any_number_of_threads():
     n = 300
     x = Case(num_heads=4, num_heads_kv=2, seqlen_q=n, head_dim=24).inputs()
@@ -335,6 +388,34 @@ def test_compile_and_vmap(mask: ta.Mask):
         torch.testing.assert_close(a, b)
     mapped = torch.func.vmap(lambda q: ta.attention(q, k[0], v[0], mask=mask))(q.detach())
     torch.testing.assert_close(mapped, ta.reference.attention(q, k[:1].expand_as(k), v[:1].expand_as(v), mask=mask).detach())
+
+
+def test_transforms_read_one_list(monkeypatch: pytest.MonkeyPatch):
+    n, found = 80, []
+    mask, layout = ta.Global((0, 9)) | ta.RandomBlocks(1, 20), torch.rand(2, 5, 5) > 0.4
+    q, k, v = (torch.randn(2, 2, n, 8, dtype=torch.float64) for _ in range(3))
+    dense, of = mask.dense(n, n), block_list.of
+    monkeypatch.setattr(block_list, "of", lambda *args: found.append(of(*args)) or found[-1])
+
+    def attend(q: Tensor, mask: ta.Mask | Tensor = mask) -> Tensor:
+        return ta.attention(q, k[0], v[0], mask=mask).square().sum()
+
+    for ours, want in (
+        (torch.func.vmap(attend)(q), torch.func.vmap(lambda q: attend(q, dense))(q)),
+        (torch.func.grad(attend)(q[0]), torch.func.grad(attend)(q[0], dense)),
+        (torch.func.vmap(torch.func.grad(attend))(q), torch.func.vmap(lambda q: torch.func.grad(attend)(q, dense))(q)),
+        (torch.func.jvp(attend, (q[0],), (q[1],))[1], torch.func.jvp(lambda q: attend(q, dense), (q[0],), (q[1],))[1]),
+        (
+            torch.func.jvp(torch.func.grad(attend), (q[0],), (q[1],))[1],
+            torch.func.jvp(torch.func.grad(lambda q: attend(q, dense)), (q[0],), (q[1],))[1],
+        ),
+    ):
+        torch.testing.assert_close(ours, want)
+    assert len(found) == 5 and all(blocks.rows is found[0].rows for blocks in found)
+    monkeypatch.setattr(block_list, "of", lambda *args: pytest.fail("a mapped layout has no list"))
+    mapped = torch.func.vmap(lambda layout: attend(q[0], ta.BlockSparse(layout, 16)))(layout)
+    monkeypatch.setattr(block_list, "of", of)
+    torch.testing.assert_close(mapped, torch.stack([attend(q[0], ta.BlockSparse(one, 16)) for one in layout]))
 
 
 def test_operators_map_over_lists():

@@ -49,6 +49,7 @@ struct BlockListParams {
   TensorView rows;                    // int32 (batch..., num_heads, tiles of queries, 2): [begin, end) in `tiles`; absent: no list
   const ListedTile* tiles = nullptr;  // increasing tiles of keys in each range
   const uint64_t* bits = nullptr;     // [partial tiles][kListTile]
+  int64_t num_tiles = 0, num_bits = 0;  // entries, partial tiles
 };
 
 // Philox counters are absolute: a shard, a piece or a decode step adds where it starts.

@@ -22,6 +22,7 @@ void launch_attention_bwd(const AttentionBackwardParams& params, const BackwardW
   const int64_t heads = p.batch * p.num_heads, stat_blocks = work.rows.padded / kStatRows;
   using RowTile = RowStatTile<T, D>;
   fill_row_table(p, work.table, stream);
+  if (params.grad_key.data || params.grad_value.data) fill_listing_queries(p, work.listing, stream);
   flag_not_finite_tiles<T>(p, p.key, p.head_dim, work.table, stream);
   // Tiles of packed sequences have gaps between them.
   if (p.cu_seqlens_q && work.sink_parts) fill_zero(work.sink_parts, work.rows.count / kStatRows, stream);

@@ -76,6 +76,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (!table.bounds_of(batch, first_query, kRows).sees(first_key, last_key)) continue;
     const int64_t item = batch * p.num_heads + head;
     const BackwardHead& at_head = work.heads[item];
+    static_assert(kRows == kListTile && kListTile % kKeys == 0, "inside a tile of a list");
+    const int shown = at_head.list.state(first_query, first_key);
+    if (shown == kListHidden) continue;
     __syncthreads();
     load_tile<D, kRows, kThreads>(queries, {matrix_at<const T>(p.query, at_head.query), p.seqlen_q, p.head_dim}, first_query);
     load_tile<D, kRows, kThreads>(grad_outs, {matrix_at<const T>(params.grad_out, at_head.grad_out), p.seqlen_q, p.head_dim_v}, first_query);
@@ -99,6 +102,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       const int64_t row = first_query + warp * 16 + g + 8 * r, at = item * work.rows.padded + row;
       const bool inside = row < p.seqlen_q;
       const RowEntry visible = table.rows_of(batch)[inside ? row : p.seqlen_q - 1];
+      const uint64_t word = at_head.list.word(shown, row) >> (first_key % kListTile + 2 * t);
       const float lse = work.rows.lse[at], minus_delta = work.rows.minus_delta[at], shift = work.rows.shift[at];
 #pragma unroll
       for (int n = 0; n < kTiles; n++) {
@@ -107,7 +111,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         if (features.dropout.active) features.dropout.keeps_two(row, column, kept[0], kept[1]);
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-          if (!inside || !visible.contains(column + c)) continue;
+          if (!inside || !visible.contains(column + c) || !(word >> (n * 8 + c) & 1)) continue;
           float to_product;
           features(score[0][n][2 * r + c], grad[0][n][2 * r + c], to_product, row, column + c, lse, shift, minus_delta, kept[c]);
           sum[0][n][2 * r + c] += grad[0][n][2 * r + c];

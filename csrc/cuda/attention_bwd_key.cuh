@@ -45,28 +45,36 @@ struct KeyPlace {
 };
 
 // The query tiles of the heads of a group that see some of the keys [begin, end), head by head: head * tiles + tile, and -1 behind the last.
-template <int kQueries>
+// kLists: heads may have lists.
+template <int kQueries, bool kLists>
 struct QuerySteps {
   const RowTable& table;
+  const ListingQueries& listing;
   const KeyGrid& grid;
   SIMT_DEVICE int tiles() const { return grid.tiles.value; }
   SIMT_DEVICE int head(int step) const { return grid.tiles.divide(step); }
   SIMT_DEVICE int first_query(int step) const { return grid.tiles.rest(step) * kQueries; }
 
-  SIMT_DEVICE int after(int step, int batch, int begin, int end, int lane) const {
-    const int in_group = step < 0 ? 0 : head(step), tile = find(step < 0 ? 0 : grid.tiles.rest(step) + 1, batch, begin, end, lane);
+  SIMT_DEVICE int after(int step, int batch, int first_head, int begin, int end, int lane) const {
+    int in_group = step < 0 ? 0 : head(step), tile = find(step < 0 ? 0 : grid.tiles.rest(step) + 1, batch, first_head + in_group, begin, end, lane);
+    if (kLists && listing.is_given()) {
+      while (tile < 0 && ++in_group < grid.group) tile = find(0, batch, first_head + in_group, begin, end, lane);
+      return tile < 0 ? -1 : in_group * tiles() + tile;
+    }
     if (tile >= 0) return in_group * tiles() + tile;
-    // All heads have the same rows: where the first finds none there are none.
+    // Without lists all heads have the same rows: where the first finds none there are none.
     if (step < 0 || in_group + 1 == grid.group) return -1;
-    return (in_group + 1) * tiles() + find(0, batch, begin, end, lane);
+    return (in_group + 1) * tiles() + find(0, batch, first_head, begin, end, lane);
   }
 
  private:
   // A lane looks at a tile. All warps come to the same result.
-  SIMT_DEVICE int find(int from, int batch, int begin, int end, int lane) const {
+  SIMT_DEVICE int find(int from, int batch, int head, int begin, int end, int lane) const {
 #pragma unroll 1
     for (; from < tiles(); from += 32) {
-      unsigned sees = __ballot_sync(0xffffffffu, from + lane < tiles() && table.bounds_of(batch, int64_t(from + lane) * kQueries, kQueries).sees(begin, end));
+      const int64_t query = int64_t(from + lane) * kQueries;
+      const bool listed = from + lane < tiles() && (!kLists || listing.sees(batch, head, query, begin));
+      unsigned sees = __ballot_sync(0xffffffffu, listed && table.bounds_of(batch, query, kQueries).sees(begin, end));
       if (sees == 0) continue;
       for (; !(sees & 1); sees >>= 1) from++;
       return from;
@@ -98,7 +106,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, g = lane / 4, t = lane % 4, warp_row = warp * kSets * 16;
   // Worked out again where it is needed: the accumulators leave few registers.
   const auto place = [&] { return KeyPlace(grid, int(block_index()), kKeys); };
-  const QuerySteps<kQueries> steps{table, grid};
+  const QuerySteps<kQueries, Tile::kFeatures> steps{table, work.listing, grid};
   const bool wants_key = kKey && params.grad_key.data, wants_value = kValue && params.grad_value.data;
   SIMT_SHARED(int, lengths, [2]);  // of the item: seqlen_q and seqlen_kv
   {
@@ -120,7 +128,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   };
   const auto next_step = [&](int step) {
     const KeyPlace at = place();
-    return steps.after(step, at.batch, at.first_key, min_of(at.first_key + kKeys, lengths[1]), lane);
+    return steps.after(step, at.batch, at.first_head % int(p.num_heads), at.first_key, min_of(at.first_key + kKeys, lengths[1]), lane);
   };
   const auto load_queries = [&](int step, int stage) {
     const KeyPlace at = place();
@@ -176,6 +184,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
       const bool ragged = first_query + kQueries > lengths[0];
       const RowBounds bounds = table.bounds_of(at.batch, first_query, kQueries);
       edge = ragged || !bounds.covers(warp_key, warp_key + kSets * 16);
+      int shown = kListFull;
+      if constexpr (Tile::kFeatures) {
+        static_assert(kListTile % kQueries == 0 && kKeys == kListTile, "inside a tile of the list");
+        shown = work.heads[at.first_head + steps.head(step)].list.state(first_query, at.first_key), edge = edge || shown != kListFull;
+      }
       if (edge) {
         const RowEntry* const rows = table.rows_of(at.batch);
 #pragma unroll
@@ -189,6 +202,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
             for (int s = 0; s < kSets; s++)
 #pragma unroll
               for (int r = 0; r < 2; r++) visible[s] |= uint32_t(row.contains(warp_key + s * 16 + g + 8 * r)) << (4 * n + 2 * r + c);
+            if constexpr (Tile::kFeatures) {
+              if (shown == kListFull) continue;
+              const uint64_t word = work.heads[at.first_head + steps.head(step)].list.word(shown, query) >> (warp_row + g);
+#pragma unroll
+              for (int r = 0; r < 2; r++) {
+                if (!(word >> (8 * r) & 1)) visible[0] &= ~(1u << (4 * n + 2 * r + c));
+              }
+            }
           }
       }
       // Query and grad_out have inf or NaN, and keys of the block that do not see them.

@@ -115,7 +115,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   const Fragments<D> value_columns = Fragments<D>::b_transposed(values, lane);
   Fragments<D> key_columns = Fragments<D>::b_transposed(keys, lane), key_rows = Fragments<D>::b(keys, lane);
 
-  int tile = block->bounds.next_tile(0, kKeys), stage = 0;
+  // Of keys, at or behind `from`.
+  const auto next_tile = [&](int from) {
+    if constexpr (Tile::kFeatures) {
+      const QueryPlace at = place();
+      return work.heads[at.item].list.template next_tile<kKeys>(block->bounds, at.first_query, from);
+    } else {
+      return block->bounds.next_tile(from, kKeys);
+    }
+  };
+  int tile = next_tile(0), stage = 0;
   load_tile<D, kRows, kThreads>(queries, TileMatrix<const T>(matrix_at<const T>(p.query, work.heads[first.item].query), block->seqlen_q, p.head_dim),
                                 first.first_query);
   load_grad_outs();
@@ -126,14 +135,19 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   simt::cp_async_commit();
 
   while (tile >= 0) {
-    const int first_key = tile * kKeys, next = block->bounds.next_tile(tile + 1, kKeys);
+    const int first_key = tile * kKeys, next = next_tile(tile + 1);
     // Keys and values are there, and all warps have left the keys of the tile before.
     simt::cp_async_wait<0>();
     __syncthreads();
     if (kStages == 2 && next >= 0) load_keys(keys + (stage ^ 1) * kKeys * D, next);
     simt::cp_async_commit();
 
-    const bool edge = !(block->full_begin[warp] <= first_key && first_key + kKeys <= block->full_end[warp]);
+    bool edge = !(block->full_begin[warp] <= first_key && first_key + kKeys <= block->full_end[warp]);
+    int shown = kListFull;
+    if constexpr (Tile::kFeatures) {
+      const QueryPlace at = place();
+      shown = work.heads[at.item].list.state(at.first_query, first_key), edge = edge || shown != kListFull;
+    }
     PairMask<kSets> visible = {};
     if (edge) {
       const int warp_query = place().first_query + warp_row;
@@ -148,6 +162,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
           for (int n = 0; n < kTiles; n++)
 #pragma unroll
             for (int c = 0; c < 2; c++) visible[s] |= uint32_t(row.contains(first_key + n * 8 + 2 * t + c)) << (4 * n + 2 * r + c);
+          if constexpr (Tile::kFeatures) {
+            if (shown == kListFull) continue;
+            const uint64_t word = work.heads[place().item].list.word(shown, query) >> (first_key % kListTile + 2 * t);
+#pragma unroll
+            for (int n = 0; n < kTiles; n++)
+#pragma unroll
+              for (int c = 0; c < 2; c++) {
+                if (!(word >> (n * 8 + c) & 1)) visible[s] &= ~(1u << (4 * n + 2 * r + c));
+              }
+          }
         }
     }
 

@@ -3,6 +3,7 @@
 // each row adds to the gradients of sinks and of a bias without columns. Also the scratch memory of the whole pass.
 
 #include "attention_grad_reduce.cuh"
+#include "block_list.cuh"
 #include "dropout.cuh"
 #include "row_table.cuh"
 #include "score.cuh"
@@ -100,6 +101,7 @@ struct BackwardHead {
   int64_t stats, slope_parts, lse;  // the last in what lies as lse does
   int seqlen_q, seqlen_kv;
   PairFeatures features;
+  HeadList list;
 
   SIMT_DEVICE void fill(const AttentionBackwardParams& params, const BackwardRows& rows, int64_t slope_tiles, int batch, int head) {
     const AttentionParams& p = params.forward;
@@ -124,7 +126,7 @@ struct BackwardHead {
     grad_out += of_queries.begin * params.grad_out.row_stride, grad_query += of_queries.begin * params.grad_query.row_stride;
     key += of_keys.begin * p.key.row_stride, value += of_keys.begin * p.value.row_stride;
     grad_key += of_keys.begin * params.grad_key.row_stride, grad_value += of_keys.begin * params.grad_value.row_stride;
-    features.fill(p, batch, head);
+    features.fill(p, batch, head), list = HeadList(p, batch, head);
   }
 };
 
@@ -136,6 +138,7 @@ SIMT_DEVICE Matrix<T> matrix_at(const TensorView& view, int64_t offset) {
 
 struct BackwardWork {
   RowTable table;
+  ListingQueries listing;
   BackwardHead* heads;  // [batch * num_heads]
   BackwardRows rows;
   float* sink_parts;   // of kStatRows rows each, as BackwardRows
@@ -181,7 +184,7 @@ inline BackwardWork take_backward_work(const AttentionBackwardParams& params, Sc
   const AttentionParams& p = params.forward;
   const int64_t heads = p.batch * p.num_heads;
   BackwardWork work = {};
-  work.table = take_row_table(p, scratch);
+  work.table = take_row_table(p, scratch), work.listing = ListingQueries(p, scratch);
   work.heads = scratch->take<BackwardHead>(heads);
   BackwardRows& rows = work.rows;
   rows = BackwardRows(p);
@@ -253,13 +256,19 @@ template <class T>
 SIMT_DEVICE ExpSum sum_again(const AttentionParams& p, const BackwardHead& head, const RowEntry& visible, int64_t row, int lane) {
   const Matrix<const T> query = matrix_at<const T>(p.query, head.query), key = matrix_at<const T>(p.key, head.key);
   ExpSum all;
-  for (int64_t j = min_of(visible.main_begin, visible.sinks_begin) + lane; j < max_of(visible.main_end, visible.sinks_end); j += 32) {
-    if (!visible.contains(int(j))) continue;
-    float product = 0;
-    for (int64_t d = 0; d < p.head_dim; d++)
-      product = fmaf(simt::to_float(query.row(row)[d * query.col_stride]), simt::to_float(key.row(j)[d * key.col_stride]), product);
-    float derivative;
-    all.add(head.features.score(product, row, j, &derivative), 1);
+  RowBounds bounds;
+  bounds.add(visible);
+  for (int tile = head.list.template next_tile<kListTile>(bounds, row, 0); tile >= 0; tile = head.list.template next_tile<kListTile>(bounds, row, tile + 1)) {
+    const uint64_t word = head.list.word_at(row, int64_t(tile) * kListTile);
+    for (int in_tile = lane; in_tile < kListTile; in_tile += 32) {
+      const int64_t j = int64_t(tile) * kListTile + in_tile;
+      if (!visible.contains(int(j)) || !(word >> in_tile & 1)) continue;
+      float product = 0;
+      for (int64_t d = 0; d < p.head_dim; d++)
+        product = fmaf(simt::to_float(query.row(row)[d * query.col_stride]), simt::to_float(key.row(j)[d * key.col_stride]), product);
+      float derivative;
+      all.add(head.features.score(product, row, j, &derivative), 1);
+    }
   }
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {

@@ -34,7 +34,7 @@ SIMT_DEVICE void put_rounded(T* tile, const PairTile<kSets, D / 8>& c, float fac
 template <bool kFeatures>
 SIMT_DEVICE bool sees_pair(int64_t seqlen_q, const RowEntry* rows, const BackwardHead& head, int64_t query, int key) {
   if (query >= seqlen_q || !rows[query].contains(key)) return false;
-  return !kFeatures || !head.features.hides(query, key);
+  return !kFeatures || (head.list.sees(query, key) && !head.features.hides(query, key));
 }
 
 // Which of the lane's pairs are visible, bit 4 n + i of a word for each set of rows: found while the tile's scores are not yet in registers.

@@ -17,7 +17,7 @@ constexpr int kBackwardBytes =
 
 template <class Tile, Gradient kOf, class Product>
 __global__ void __launch_bounds__(Tile::kThreads, 2)
-    attention_fma_bwd_kernel(AttentionBackwardParams params, RowTable table, RowStats<typename Tile::Real> stats, Product product) {
+    attention_fma_bwd_kernel(AttentionBackwardParams params, RowTable table, ListingQueries listing, RowStats<typename Tile::Real> stats, Product product) {
   using T = typename Tile::T;
   using Real = typename Tile::Real;
   constexpr bool kKeyRows = kOf != Gradient::kQuery;
@@ -62,9 +62,16 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
     if constexpr (!kKeyRows) bounds = table.bounds_of(batch, first_row, Pairs::kQueries);
 #pragma unroll 1
     for (int64_t first = 0; first < seqlen_of_columns; first += Tile::kCols) {
+      if constexpr (kKeyRows) {
+        if (!listing.sees(batch, query_head, first, first_row)) continue;
+        bounds = table.bounds_of(batch, first, Pairs::kQueries);
+        if (!bounds.sees(first_row, first_row + Pairs::kKeys)) continue;
+      } else {
+        const int tile = pairs.pairs.list.template next_tile<Tile::kCols>(bounds, first_row, int(first / Tile::kCols));
+        if (tile < 0) break;
+        first = int64_t(tile) * Tile::kCols;
+      }
       const int64_t first_query = kKeyRows ? first : first_row, first_key = kKeyRows ? first_row : first;
-      if constexpr (kKeyRows) bounds = table.bounds_of(batch, first_query, Pairs::kQueries);
-      if (!bounds.sees(first_key, first_key + Pairs::kKeys)) continue;
       const bool edge = pairs.edge(bounds, first_query, first_key);
       __syncthreads();  // all have left the tiles of the step before
       stage_values<Tile>(values, not_finite, summed, first_col, cols, RowRange{first, seqlen_of_columns});
@@ -93,8 +100,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
 }
 
 template <class Tile, Gradient kOf, class Product>
-void launch_fma_gradient(const AttentionBackwardParams& params, const RowTable& table, const RowStats<typename Tile::Real>& stats, const Product& product,
-                         Stream stream) {
+void launch_fma_gradient(const AttentionBackwardParams& params, const RowTable& table, const ListingQueries& listing,
+                         const RowStats<typename Tile::Real>& stats, const Product& product, Stream stream) {
   const AttentionParams& p = params.forward;
   const bool of_queries = kOf == Gradient::kQuery;
   const int64_t cols = kOf == Gradient::kValue ? p.head_dim_v : p.head_dim, rows = of_queries ? p.seqlen_q : p.seqlen_kv;
@@ -102,17 +109,17 @@ void launch_fma_gradient(const AttentionBackwardParams& params, const RowTable& 
   const int64_t blocks = pieces * tiles * p.batch * (of_queries ? p.num_heads : p.num_heads_kv);
   if (blocks == 0) return;
   SIMT_LAUNCH((attention_fma_bwd_kernel<Tile, kOf, Product>), unsigned(blocks), Tile::kThreads, (kBackwardBytes<Tile, kOf, Product>), stream, params, table,
-              stats, product);
+              listing, stats, product);
 }
 
 template <class T, Products kProducts, Gradient kOf, class Product>
-void launch_fma_gradient_of(const AttentionBackwardParams& params, int64_t cols, const RowTable& table, const RowStats<Real<T>>& stats, const Product& product,
-                            Stream stream) {
+void launch_fma_gradient_of(const AttentionBackwardParams& params, int64_t cols, const RowTable& table, const ListingQueries& listing,
+                            const RowStats<Real<T>>& stats, const Product& product, Stream stream) {
   constexpr int kOut = sizeof(T) == 8 || (sizeof(T) == 2 && !Product::kFewRegisters) ? 64 : 128;
   if constexpr (sizeof(T) > 2) {
-    if (cols <= kOut / 2) return launch_fma_gradient<FmaTile<T, kOut / 2, kProducts>, kOf>(params, table, stats, product, stream);
+    if (cols <= kOut / 2) return launch_fma_gradient<FmaTile<T, kOut / 2, kProducts>, kOf>(params, table, listing, stats, product, stream);
   }
-  launch_fma_gradient<FmaTile<T, kOut, kProducts>, kOf>(params, table, stats, product, stream);
+  launch_fma_gradient<FmaTile<T, kOut, kProducts>, kOf>(params, table, listing, stats, product, stream);
 }
 
 }  // namespace
@@ -124,6 +131,7 @@ void launch_attention_fma_bwd(const AttentionBackwardParams& params, void* memor
   const FmaBackwardScratch parts(params, &scratch);
   const RowTable& table = parts.table;
   fill_row_table(p, table, stream);
+  if (params.grad_key.data || params.grad_value.data) fill_listing_queries(p, parts.listing, stream);
 
   const RowStats<Real<T>> stats{(Real<T>*)parts.shift, (Real<T>*)parts.lse, (Real<T>*)parts.delta};
   StatsParams request;
@@ -133,9 +141,9 @@ void launch_attention_fma_bwd(const AttentionBackwardParams& params, void* memor
   request.sink_sums = parts.sink_sums, request.row_sums = parts.row_sums;
   launch_fma_stats<T, kProducts>(request, table, stats, DotProduct(), stream);
 
-  if (params.grad_query.data) launch_fma_gradient_of<T, kProducts, Gradient::kQuery>(params, p.head_dim, table, stats, DotProduct(), stream);
-  if (params.grad_key.data) launch_fma_gradient_of<T, kProducts, Gradient::kKey>(params, p.head_dim, table, stats, DotProduct(), stream);
-  if (params.grad_value.data) launch_fma_gradient_of<T, kProducts, Gradient::kValue>(params, p.head_dim_v, table, stats, DotProduct(), stream);
+  if (params.grad_query.data) launch_fma_gradient_of<T, kProducts, Gradient::kQuery>(params, p.head_dim, table, parts.listing, stats, DotProduct(), stream);
+  if (params.grad_key.data) launch_fma_gradient_of<T, kProducts, Gradient::kKey>(params, p.head_dim, table, parts.listing, stats, DotProduct(), stream);
+  if (params.grad_value.data) launch_fma_gradient_of<T, kProducts, Gradient::kValue>(params, p.head_dim_v, table, parts.listing, stats, DotProduct(), stream);
   launch_fma_pair_grads<T, kProducts>(params, parts, stats, stream);
 }
 

@@ -75,9 +75,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Product::kFewRegisters && size
 
   bool queries_stay = false;
 #pragma unroll 1
-  for (int tile = bounds.next_tile(0, Tile::kCols); tile >= 0; tile = bounds.next_tile(tile + 1, Tile::kCols)) {
+  for (int tile = -1; (tile = of.pairs.list.template next_tile<Tile::kCols>(bounds, query_rows.first, tile + 1)) >= 0;) {
+    static_assert(Tile::kRows == kListTile, "a tile of queries of the list");
     const RowRange key_rows{int64_t(tile) * Tile::kCols, of.keys.length};
-    const bool edge = of.pairs.hides || !bounds.covers(key_rows.first, key_rows.first + Tile::kCols);
+    const int shown = of.pairs.list.state(query_rows.first, key_rows.first);
+    const bool edge = of.pairs.hides || shown != kListFull || !bounds.covers(key_rows.first, key_rows.first + Tile::kCols);
     __syncthreads();  // all have left the weights and values of the tile before
     stage_values<Tile>(values, not_finite, of.value, first_col, p.head_dim_v, key_rows);
     const auto kept = ForwardKept<Tile>::template draw<Tile::kThreads>(of.dropout, query_rows.first, key_rows.first, kept_bytes);
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Product::kFewRegisters && size
     for (int i = 0; i < Tile::kThreadRows; i++) {
       const int r = at.row(i);
       const int64_t row = query_rows.first + r;
-      const RowEntry visible = edge ? pairs.row(row) : RowEntry{0, 0, 0, 0};
+      const RowView visible = edge ? pairs.row(row, shown) : RowView{{0, 0, 0, 0}, 0};
       Real* const weights = keys + r * Tile::kStride + at.x;
       Real x[Tile::kThreadCols];
 #pragma unroll

@@ -27,6 +27,7 @@ inline DistanceGrid distance_grid(const AttentionParams& p) {
 
 struct FmaBackwardScratch {
   RowTable table;
+  ListingQueries listing;
   // Real [batch][num_heads][seqlen_q], or [num_heads][total_q] of packed sequences; the last two are null where not wanted.
   void *shift, *lse, *delta, *sink_sums, *row_sums;
   // Real [batch][num_heads][seqlen_kv] and [batch][num_heads][tiles of kSlopeRows queries]; null where not wanted. Packed sequences have
@@ -43,7 +44,7 @@ struct FmaBackwardScratch {
     const auto take = [&](bool wanted, int64_t count) -> void* {
       return wanted ? scratch->take<char>(heads * count * (p.dtype == DType::kFloat64 ? 8 : 4)) : nullptr;
     };
-    table = take_row_table(p, scratch, false);
+    table = take_row_table(p, scratch, false), listing = ListingQueries(p, scratch);
     shift = take(true, queries), lse = take(true, queries), delta = take(true, queries);
     sink_sums = take(params.grad_sinks, queries);
     row_sums = take(bias == BiasGradient::kRows, queries);
@@ -94,6 +95,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
     const RowBounds bounds = table.bounds_of(batch, first_query, Pairs::kQueries);
     if (!bounds.sees(first_key, first_key + Pairs::kKeys)) continue;
     const Pairs& pairs = in_shared(shared_pairs, params, table, stats, batch, head);
+    if (pairs.shown(first_query, first_key) == kListHidden) continue;
     pairs.template compute<PairValue::kGradScore>(first_query, first_key, pairs.edge(bounds, first_query, first_key), left, right, kept, at);
 #pragma unroll
     for (int i = 0; i < Tile::kThreadRows; i++)
@@ -133,7 +135,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
 #pragma unroll 1
   for (int64_t first_query = 0; first_query < p.seqlen_q; first_query += Pairs::kQueries) {
     const RowBounds bounds = table.bounds_of(batch, first_query, Pairs::kQueries);
-    if (!bounds.sees(first_key, first_key + Pairs::kKeys)) continue;
+    if (!bounds.sees(first_key, first_key + Pairs::kKeys) || pairs.shown(first_query, first_key) == kListHidden) continue;
     __syncthreads();
     pairs.template compute<PairValue::kGradScore>(first_query, first_key, pairs.edge(bounds, first_query, first_key), left, right, kept, at);
 #pragma unroll
@@ -188,7 +190,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
   for (int64_t first_query = first_row; first_query < p.seqlen_q && first_query + ahead < p.seqlen_kv; first_query += Pairs::kQueries) {
     const int64_t first_key = first_query + ahead;
     const RowBounds bounds = table.bounds_of(batch, first_query, Pairs::kQueries);
-    if (!bounds.sees(first_key, first_key + Pairs::kKeys)) continue;
+    if (!bounds.sees(first_key, first_key + Pairs::kKeys) || pairs.shown(first_query, first_key) == kListHidden) continue;
     __syncthreads();
     pairs.template compute<PairValue::kGradScore>(first_query, first_key, pairs.edge(bounds, first_query, first_key), left, right, kept, at);
 #pragma unroll
@@ -234,7 +236,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kPairBlocks<Tile>)
   const RowBounds bounds = table.bounds_of(batch, first_query, Pairs::kQueries);
   double sum = 0;
 #pragma unroll 1
-  for (int tile = bounds.next_tile(0, Pairs::kKeys); tile >= 0; tile = bounds.next_tile(tile + 1, Pairs::kKeys)) {
+  for (int tile = -1; (tile = pairs.pairs.list.template next_tile<Pairs::kKeys>(bounds, first_query, tile + 1)) >= 0;) {
     const int64_t first_key = int64_t(tile) * Pairs::kKeys;
     __syncthreads();
     pairs.template compute<PairValue::kGradScore>(first_query, first_key, pairs.edge(bounds, first_query, first_key), left, right, kept, at);

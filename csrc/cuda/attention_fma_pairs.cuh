@@ -39,9 +39,14 @@ struct PairTiles {
     keep = Real(dropout.inverse_keep), this->head = head;
   }
 
+  // What a list shows of the tile. As all that looks at lists, by whole warps.
+  SIMT_DEVICE int shown(int64_t first_query, int64_t first_key) const {
+    static_assert(kListTile % kQueries == 0 && kListTile % kKeys == 0, "inside a tile of the list");
+    return pairs.list.state(first_query, first_key);
+  }
   // Whether some pair of the tile is hidden or beyond the queries; pairs beyond the keys are hidden.
   SIMT_DEVICE bool edge(const RowBounds& bounds, int64_t first_query, int64_t first_key) const {
-    return pairs.hides || !bounds.covers(first_key, first_key + kKeys) || first_query + kQueries > seqlen_q;
+    return pairs.hides || !bounds.covers(first_key, first_key + kKeys) || first_query + kQueries > seqlen_q || shown(first_query, first_key) != kListFull;
   }
 
   // The tile in `right`, hidden_weight() where hidden; each half warp may read its rows after a barrier of the warp. `left`, `right` and
@@ -98,9 +103,22 @@ struct PairTiles {
         to[16 * j] = score == minus_infinity(Real()) ? hidden_weight<Real>() : x;
       }
     }
+    if (edge && pairs.list.is_given()) hide_unlisted(first_query, first_key, right, at);
   }
 
  private:
+  // Behind the loop over pairs, where words would take the registers of a block.
+  SIMT_DEVICE void hide_unlisted(int64_t first_query, int64_t first_key, Real* right, typename Tile::Place at) const {
+    const int state = shown(first_query, first_key);
+    if (state == kListFull) return;
+#pragma unroll 1
+    for (int i = 0; i < Tile::kThreadRows * Tile::kThreadCols; i++) {
+      const int r = at.row(i / Tile::kThreadCols), c = at.x + 16 * (i % Tile::kThreadCols);
+      const uint64_t word = pairs.list.word(state, first_query + (kKeyRows ? c : r));
+      if (!(word >> ((first_key + (kKeyRows ? r : c)) % kListTile) & 1)) right[r * Tile::kStride + c] = hidden_weight<Real>();
+    }
+  }
+
   struct QueryStats {
     Real shift = 0, lse = 0, delta = 0;
     RowEntry visible{0, 0, 0, 0};

@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(Tile::kThreads, (kStatsBlocks<Tile, Product>))
       for (int i = 0; i < Tile::kThreadRows; i++) {
         const int r = at.row(i);
         const int64_t row = query_rows(r);
-        const RowEntry visible = pairs.row(row);
+        const RowView visible = pairs.row_at(row, first_key);
         Real x[Tile::kThreadCols];
 #pragma unroll
         for (int j = 0; j < Tile::kThreadCols; j++) x[j] = pairs(keys[r * Tile::kStride + at.x + 16 * j], row, first_key + at.x + 16 * j, true, visible);

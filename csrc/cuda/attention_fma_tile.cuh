@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "attention_fma_launch.h"
+#include "block_list.cuh"
 #include "dropout.cuh"
 #include "load.cuh"
 #include "row_table.cuh"
@@ -361,24 +362,42 @@ struct KeptTile {
   }
 };
 
+// What a query sees of the keys of a tile.
+struct RowView {
+  RowEntry keys;
+  uint64_t word;  // HeadList::word()
+  SIMT_DEVICE bool contains(int key) const { return keys.contains(key) && (word >> (key % kListTile) & 1); }
+};
+
 // The pairs of one query head.
 template <class Real>
 struct HeadScores {
   Scores<Real> scores;
+  HeadList list;
   const RowEntry* rows;
   int64_t seqlen_q;
   bool hides;  // whether a pair inside the intervals may be hidden
 
   SIMT_DEVICE HeadScores(const AttentionParams& p, const RowTable& table, int64_t batch, int64_t head)
-      : scores(p, batch, head), rows(table.rows_of(batch)), seqlen_q(query_segment(p, batch).length), hides(p.bias.data || p.bool_mask.data) {}
+      : scores(p, batch, head),
+        list(p, batch, head),
+        rows(table.rows_of(batch)),
+        seqlen_q(query_segment(p, batch).length),
+        hides(p.bias.data || p.bool_mask.data) {}
 
-  // Of a query that may be negative or behind the end.
-  SIMT_DEVICE RowEntry row(int64_t query) const {
-    if (query < 0 || query >= seqlen_q) return RowEntry{0, 0, 0, 0};
-    return rows[query];
+  // Of a query that may be negative or behind the end, in a tile that the list shows as `shown`.
+  SIMT_DEVICE RowView row(int64_t query, int shown) const {
+    if (query < 0 || query >= seqlen_q) return {{0, 0, 0, 0}, 0};
+    return {rows[query], list.word(shown, query)};
+  }
+  // The same of any query and the tile of `key`.
+  SIMT_DEVICE RowView row_at(int64_t query, int64_t key) const {
+    if (query < 0 || query >= seqlen_q) return {{0, 0, 0, 0}, 0};
+    return {rows[query], list.word_at(query, key)};
   }
   // -inf where hidden. `edge`: the tile has hidden pairs, or ends behind the matrix.
-  SIMT_DEVICE Real operator()(Real product, int64_t query, int64_t key, bool edge, const RowEntry& row, Real* derivative = nullptr) const {
+  template <class Row>
+  SIMT_DEVICE Real operator()(Real product, int64_t query, int64_t key, bool edge, const Row& row, Real* derivative = nullptr) const {
     if (edge && !row.contains(int(key))) return minus_infinity(Real());
     return scores(product, query, key, derivative);
   }

@@ -3,6 +3,7 @@
 // in tiles of kKeys through shared memory, scores and weights in registers only.
 
 #include "attention_launch.h"
+#include "block_list.cuh"
 #include "dropout.cuh"
 #include "not_finite.cuh"
 #include "row_table.cuh"
@@ -12,7 +13,7 @@
 namespace tiled_attention {
 namespace cuda {
 
-// D is head_dim and head_dim_v, rounded up. kFeatures: bias, bool mask, softcap, ALiBi, dropout, or a scale that is not positive.
+// D is head_dim and head_dim_v, rounded up. kFeatures: needs_features().
 template <class T_, int D_, bool kFeatures_>
 struct ForwardTile {
   using T = T_;
@@ -24,6 +25,7 @@ struct ForwardTile {
   // Scores of 32 x 64 a warp beside 32 x 128 of output do not fit.
   static constexpr int kKeys = kSets * D == 256 && kSets == 2 ? 32 : 64;
   static_assert(kFlagKeys % kKeys == 0, "a tile of keys has one flag");
+  static_assert(!kFeatures || (kRows == kListTile && kKeys == kListTile), "a tile of a list");
   // What is needed once per tile of keys lies in shared memory: the accumulators leave few registers.
   struct Block {
     Matrix<const T> key, value;
@@ -33,8 +35,9 @@ struct ForwardTile {
     float sums[kSets * 2][kThreads];  // each lane's share of its row sums, of the weights as they are rounded
     float exact_sums[kRows];          // row sums of the weights as they were, for lse
   };
-  // Queries (later the output), keys, values, what the rows see.
-  static constexpr int kSharedBytes = (kRows + 2 * kKeys) * D * int(sizeof(T)) + kRows * int(sizeof(RowEntry)) + (int(sizeof(Block)) + 15) / 16 * 16;
+  // Queries (later the output), keys, values, what the rows see, and with features the list.
+  static constexpr int kSharedBytes =
+      (kRows + 2 * kKeys) * D * int(sizeof(T)) + kRows * int(sizeof(RowEntry)) + (int(sizeof(Block)) + 15) / 16 * 16 + (kFeatures ? int(sizeof(HeadList)) : 0);
 };
 
 namespace {
@@ -70,6 +73,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
   T* const values = carve.template take<T>(kKeys * D);
   RowEntry* const rows = carve.template take<RowEntry>(kRows);
   typename Tile::Block* const block = carve.template take<typename Tile::Block>(1);
+  HeadList* const list = carve.template take<HeadList>(Tile::kFeatures ? 1 : 0);
 
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const ForwardItem item(p, kRows);
@@ -84,6 +88,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
     block->seqlen_kv = of_keys.length;
     block->not_finite = table.flags_of(batch * p.num_heads_kv + kv_head);
     block->bounds = bounds;
+    if (Tile::kFeatures) *list = HeadList(p, batch, head);
   }
 
   ForwardState<Tile> state;
@@ -100,6 +105,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
   const float unit = float(p.scale) * kLog2E;
   const auto power = [&](float score, float base) { return simt::ex2(Tile::kFeatures ? (score - base) * kLog2E : fmaf(score, unit, -base)); };
   int tile = bounds.next_tile(0, kKeys);
+  if constexpr (Tile::kFeatures) tile = HeadList(p, batch, head).next_tile<kKeys>(bounds, first_query, 0);
 
   const Fragments<D> query_fragments = Fragments<D>::a(queries, warp * kSets * 16, lane), key_fragments = Fragments<D>::b_transposed(keys, lane),
                      value_fragments = Fragments<D>::b(values, lane);
@@ -146,6 +152,21 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
             const int row = warp_query + s * 16 + g + 8 * (i >> 1), column = first_key + n * 8 + 2 * t + (i & 1);
             score[s][n][i] = row < p.seqlen_q && column < p.seqlen_kv ? scores(score[s][n][i], row, column) : minus_infinity(0.0f);
           }
+      const int shown = list->state(first_query, first_key);
+      if (shown != kListFull) {
+#pragma unroll
+        for (int s = 0; s < kSets; s++)
+#pragma unroll
+          for (int r = 0; r < 2; r++) {
+            const uint64_t word = list->word(shown, warp_query + s * 16 + g + 8 * r) >> (2 * t);
+#pragma unroll
+            for (int n = 0; n < kScoreTiles; n++)
+#pragma unroll
+              for (int c = 0; c < 2; c++) {
+                if (!(word >> (n * 8 + c) & 1)) score[s][n][2 * r + c] = minus_infinity(0.0f);
+              }
+          }
+      }
     }
     if (edge) {
       const int thread = thread_index();
@@ -227,7 +248,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_fwd_kernel(const 
       drop_not_finite<kKeys * D, kThreads>(values);
       __syncthreads();
     }
-    tile = block->bounds.next_tile(tile + 1, kKeys);
+    if constexpr (Tile::kFeatures) tile = list->template next_tile<kKeys>(block->bounds, first_query, tile + 1);
+    else tile = block->bounds.next_tile(tile + 1, kKeys);
     if (tile >= 0) {
       load_tile<D, kKeys, kThreads>(keys, TileMatrix<const T>(block->key, block->seqlen_kv, p.head_dim), int64_t(tile) * kKeys);
       simt::cp_async_commit();

@@ -56,6 +56,7 @@ __global__ void __launch_bounds__(Tile::kThreads, (kWeightsBlocks<Tile, Product>
   for (int64_t head = first_head; seen && head < last_head; head++) {
     const Rows<const T> query = rows_of<const T>(p, p.query, batch, head), key = rows_of<const T>(p, p.key, batch, head / (p.num_heads / p.num_heads_kv));
     const HeadScores<Real> pairs(p, table, batch, head);
+    if (!params.rows && pairs.list.state(query_rows.first, key_rows.first) == kListHidden) continue;
     const Dropout dropout(p.dropout, batch, head);
     const Real share = Real(dropout.inverse_keep) / Real(params.average ? p.num_heads : 1);
     const int64_t first_row = (batch * p.num_heads + head) * params.num_rows + query_rows.first;
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(Tile::kThreads, (kWeightsBlocks<Tile, Product>
       const int r = at.row(i);
       const int64_t row = query_rows(r);
       if (row < 0) continue;
-      const RowEntry visible = pairs.row(row);
+      const RowView visible = pairs.row_at(row, key_rows.first);
       const Real shift = stats.shift[first_row + r], lse = stats.lse[first_row + r];
 #pragma unroll
       for (int j = 0; j < Tile::kThreadCols; j++) {

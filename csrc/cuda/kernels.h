@@ -38,6 +38,8 @@ const char* rotate(const RotateParams&, Stream);
 const char* dropout_mask(const DropoutParams&, int64_t batch, int64_t num_heads, int64_t seqlen_q, int64_t seqlen_kv, bool* keep, Stream);
 // visible[batch][seqlen_q][seqlen_kv] by MaskParams alone.
 const char* mask_dense(const MaskParams&, int64_t batch, int64_t seqlen_q, int64_t seqlen_kv, bool* visible, Stream);
+// visible[num_heads][num_rows][seqlen_kv]: what the lists of the params, those of heads, show some rows.
+const char* blocks_dense(const AttentionParams&, const int64_t* rows, int64_t num_rows, bool* visible, Stream);
 
 }  // namespace cuda
 }  // namespace tiled_attention

@@ -2,8 +2,8 @@
 // Values that are inf or NaN behind a mask. On tensor cores a hidden pair counts as 0 x value, which would be NaN: where a tile holds such
 // values they are taken as 0, and a second kernel adds what the visible pairs among them give. Nothing but inf and NaN comes of it.
 
+#include "block_list.cuh"
 #include "dropout.cuh"
-#include "row_table.cuh"
 #include "score.cuh"
 
 namespace tiled_attention {
@@ -34,6 +34,7 @@ __global__ void __launch_bounds__(kNotFiniteThreads) add_not_finite(const __grid
     const uint8_t* const flags = table.not_finite + (batch * p.num_heads_kv + kv_head) * table.flag_tiles;
     const RowEntry visible = table.rows_of(batch)[row];
     const Scores<float> scores(p, batch, head);
+    const HeadList list(p, batch, head);
     const Dropout dropout(p.dropout, batch, head);
     const Matrix<const T> query = matrix<const T>(p, p.query, batch, head).from(queries.begin);
     const Matrix<const T> key = matrix<const T>(p, p.key, batch, kv_head).from(keys.begin);
@@ -42,8 +43,10 @@ __global__ void __launch_bounds__(kNotFiniteThreads) add_not_finite(const __grid
     const float lse = ((const float*)p.lse)[lse_offset(p, batch, head) + queries.begin + row];
     for (int64_t tile = 0; tile < table.flag_tiles; tile++) {
       if (!flags[tile]) continue;
+      static_assert(kFlagKeys == kListTile, "one word");
+      const uint64_t word = list.word_at(row, tile * kFlagKeys);
       for (int64_t j = tile * kFlagKeys; j < min_of(keys.length, (tile + 1) * kFlagKeys); j++) {
-        if (!visible.contains(int(j))) continue;
+        if (!visible.contains(int(j)) || !(word >> (j % kListTile) & 1)) continue;
         float product = 0;
         for (int64_t d = lane; d < p.head_dim; d += 32) {
           product += simt::to_float(query.row(row)[d * query.col_stride]) * simt::to_float(key.row(j)[d * key.col_stride]);

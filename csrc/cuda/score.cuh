@@ -83,7 +83,7 @@ struct Scores {
 
 // Whether a score is more than scale * q . k, scale > 0, and a weight more than its exponential.
 inline bool needs_features(const AttentionParams& p) {
-  return p.bias.data || p.bool_mask.data || p.alibi_slopes || p.softcap > 0 || p.dropout.p > 0 || !(p.scale > 0);
+  return p.bias.data || p.bool_mask.data || p.blocks.rows.data || p.alibi_slopes || p.softcap > 0 || p.dropout.p > 0 || !(p.scale > 0);
 }
 
 }  // namespace cuda

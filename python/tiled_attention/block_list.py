@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_leaves
 
-from .library import ops
 from .mask_checks import check_broadcasts, is_readable
 from .mask_grid import TILE, Bounds, Grid, positions_of
 from .masks import Mask, bounds_of, device_of, visible_of
@@ -19,6 +20,7 @@ _GRID = 1 << 22  # tiles whose bounds are looked at together
 _TILES = 256  # tiles whose pairs are looked at together
 _KEPT = 8  # lists kept per mask
 _FULL = -1
+_captured: dict[int, Blocks] = {}  # by id of rows: lists that CUDA graphs read, which must not be freed while they may run
 
 
 class Blocks(NamedTuple):
@@ -31,23 +33,25 @@ class Blocks(NamedTuple):
 
 def serves(operands: Sequence[Mask], seqlen_q: int, seqlen_kv: int, query_offset: int | Tensor | None, device: torch.device | None) -> bool:
     """Whether these masks become a list: values can be read, the kernels take it, and there is more than a tile."""
-    if seqlen_q * seqlen_kv <= TILE * TILE or device is None or device.type != "cpu":
+    if seqlen_q * seqlen_kv <= TILE * TILE or device is None or device.type not in ("cpu", "cuda"):
         return False
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    if str(ops._isa()) == "emulated":  # the kernels of csrc/cuda read no lists
+    if torch.compiler.is_compiling():
         return False
     tensors = [leaf for operand in operands for leaf in tree_leaves(operand) if isinstance(leaf, Tensor)]
     if isinstance(query_offset, Tensor):
         tensors.append(query_offset)
-    probe = torch.empty(0)  # fake inside a fake mode
-    return is_readable(probe) and all(is_readable(tensor) for tensor in tensors)
+    with _outside_transforms():
+        probe = torch.empty(0)  # fake inside a fake mode
+    return is_readable(probe) and all(is_readable(tensor, device.type) for tensor in tensors)
 
 
 def of(
     mask: Any, operands: Sequence[Mask], scores: Sequence[int], query_offset: int | Tensor | None, device: torch.device | None
-) -> Blocks:
-    """The list of what all `operands` show of scores (batch..., num_heads, seqlen_q, seqlen_kv); the last ones are kept at `mask`."""
+) -> Blocks | None:
+    """The list of what all `operands` show of scores (batch..., num_heads, seqlen_q, seqlen_kv); the last ones are kept at `mask`.
+
+    On CUDA a new list waits for the device. While a graph is captured only lists that are kept already can be used: None otherwise.
+    """
     leaves = [leaf for operand in operands for leaf in tree_leaves(operand) if isinstance(leaf, Tensor)]
     offset: Any = query_offset
     if isinstance(query_offset, Tensor):
@@ -61,17 +65,34 @@ def of(
         kept = mask._block_lists or {}
         found = kept.get(place)
         if found is not None and found[0] == versions:
-            return _checked(found[2], scores)
-    blocks = build(operands, scores[-2], scores[-1], query_offset, device)
+            return _checked(found[2], scores, device)
+    if _captures(device):
+        return None
+    with _outside_transforms():
+        blocks = build(operands, scores[-2], scores[-1], query_offset, device)
     if keeps:
         kept = dict(list(kept.items())[1 - _KEPT :])
         kept[place] = (versions, leaves, blocks)  # `leaves` keeps the tensors alive, so that no id is used again
         object.__setattr__(mask, "_block_lists", kept)
-    return _checked(blocks, scores)
+    return _checked(blocks, scores, device)
 
 
-def _checked(blocks: Blocks, scores: Sequence[int]) -> Blocks:
+def _outside_transforms() -> AbstractContextManager[Any]:
+    """Tensors made under a transform of torch.func belong to it, and have no values to read; a list is the same for all samples."""
+    return temporarily_clear_interpreter_stack() if torch._C._are_functorch_transforms_active() else nullcontext()
+
+
+def _captures(device: torch.device | None) -> bool:
+    return device is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _checked(blocks: Blocks, scores: Sequence[int], device: torch.device | None) -> Blocks:
     check_broadcasts("mask", blocks.rows[..., 0, 0], scores[:-2])
+    if _captures(device):
+        _captured[id(blocks.rows)] = blocks
+    elif blocks.rows.is_cuda:  # other streams may read what one has made
+        for part in blocks:
+            part.record_stream(torch.cuda.current_stream(device))
     return blocks
 
 
@@ -109,7 +130,10 @@ def build(
     end = count.flatten().cumsum(0, dtype=torch.int32).view(count.shape)
     ranges = torch.stack([end - count, end], -1)
     no_bits = torch.zeros((0, TILE), dtype=torch.int64, device=tiles.device)
-    return Blocks(ranges.contiguous(), tiles.contiguous(), torch.cat([*bits, no_bits]))
+    blocks = Blocks(ranges.contiguous(), tiles.contiguous(), torch.cat([*bits, no_bits]))
+    if tiles.is_cuda:
+        torch.cuda.current_stream(tiles.device).synchronize()
+    return blocks
 
 
 def _shifted(entries: list[tuple[Tensor, Tensor]], counts: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

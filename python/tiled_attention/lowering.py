@@ -91,7 +91,8 @@ def lower(
     if block_lists and listed and block_list.serves(listed, seqlen_q, seqlen_kv, query_offset, device):
         scores = (*batch_shape, num_heads, seqlen_q, seqlen_kv)
         blocks = block_list.of(mask, listed, scores, query_offset, device)
-        operands = tuple(operand for operand in operands if isinstance(operand, Tensor))
+        if blocks is not None:
+            operands = tuple(operand for operand in operands if isinstance(operand, Tensor))
 
     visible, grid = None, None
     for operand in operands:

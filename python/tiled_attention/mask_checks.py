@@ -59,12 +59,12 @@ def check_broadcasts(name: str, tensor: Tensor, shape: Sequence[int]) -> None:
         raise ValueError(f"{name}: expected a shape that broadcasts to {tuple(shape)}, got {tuple(sizes)}")
 
 
-def is_readable(tensor: Tensor) -> bool:
-    """Whether its values can be read without a trace to break or a device to wait for."""
+def is_readable(tensor: Tensor, device_type: str = "cpu") -> bool:
+    """Whether its values can be read without a trace to break, and on the CPU without a device to wait for."""
     return (
         not torch.compiler.is_compiling()
         and type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.device.type == "cpu"
+        and tensor.device.type in ("cpu", device_type)
         and not is_in_torch_dispatch_mode()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )

@@ -18,12 +18,6 @@ NOT_HERE = (
     "test_many_batch_items_and_heads",
     "test_seventy_thousand_rows",
     "test_unknown_instruction_set_is_refused",
-    # Block lists, which the CUDA kernels do not read yet: these masks get a bool mask there.
-    "test_lists_are_the_dense_mask",
-    "test_lists_cost_what_is_visible",
-    "test_listed_attention_has_the_bits_of_the_bool_mask",
-    "test_rows_keep_their_bits_alone_and_for_any_number_of_threads",
-    "test_operators_map_over_lists",
 )
 
 

@@ -19,6 +19,12 @@ PACKED = (
 )
 ROTARY = ("is_attention_of_turned_rows", "packed_sequences_have_the_bits_that_they_have_alone", "decoding_gives_what_the_whole_gives")
 PACKED_LINEAR = ("each_sequence_has_the_bits_it_has_alone", "against_the_definition", "no_tokens", "bad_offsets")
+LISTS = (
+    "lists_of_kernels_of_every_size",
+    "a_captured_graph_reads_lists_that_are_there",
+    "operators_map_over_lists",
+    "lists_cost_what_is_visible",
+)
 # The longest first.
 SMALL = (
     "tests/test_attention_isa.py::test_features",
@@ -32,6 +38,7 @@ SMALL = (
     "tests/test_attention_decode.py tests/test_kv_cache.py --deselect tests/test_kv_cache.py::TestCompile",
     "tests/test_additive_attention.py",
     "tests/test_dropout.py",
+    " ".join(f"tests/test_sparse_masks.py::test_{name}" for name in LISTS),
     "tests/test_masks.py tests/test_rotate.py tests/test_bias_by_distance.py tests/test_tf32.py",
     "tests/test_library_errors.py tests/test_errors.py tests/test_linear_errors.py",
 )

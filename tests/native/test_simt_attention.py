@@ -70,6 +70,14 @@ def test_decode_of_any_lengths_and_pages(job: str):
     assert done.stdout.count("right ") == 9 and "wrong" not in done.stdout, done.stdout
 
 
+@pytest.mark.parametrize("flags", [(), ("-DSIMT_FMA",)], ids=["tensor cores", "fma"])
+@pytest.mark.parametrize("job", ["plain", *(pytest.param(job, marks=pytest.mark.slow) for job in ("asan", "tsan"))])
+def test_lists_of_any_numbers(job: str, flags: tuple[str, ...]):
+    done = run(build("simt_lists.cpp", job, *flags))
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert done.stdout.count("right ") == (5 if flags else 6) and "wrong" not in done.stdout, done.stdout
+
+
 def test_one_row_too_many_asan():
     done = run_fault(ONE_ROW_TOO_MANY, "asan")
     assert done.returncode == SANITIZER and "heap-buffer-overflow" in done.stdout, done.stdout[-5000:]

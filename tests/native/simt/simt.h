@@ -18,6 +18,7 @@
 #define blockDim (::simt::block_size())
 #define gridDim (::simt::grid_size())
 
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline void __syncthreads(simt::Site site = simt::Site::here()) { simt::syncthreads(site); }
 inline void __syncwarp(unsigned mask = simt::kFullMask, simt::Site site = simt::Site::here()) { simt::syncwarp(mask, site); }
 inline unsigned __ballot_sync(unsigned mask, int vote, simt::Site site = simt::Site::here()) { return simt::ballot(mask, vote != 0, site); }
