@@ -1,6 +1,7 @@
 """The named lists of cases on a GPU, against the same float64 oracle on the CPU: values, lse and every gradient."""
 
 import dataclasses
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -186,6 +187,26 @@ def test_cuda_graph_replays(dropout_p: float) -> None:
         assert not torch.equal(out, first)  # another seed each time
     else:
         assert torch.equal(first, call())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_cuda_graph_takes_packed_sequences_of_other_lengths(causal: bool) -> None:
+    tensors = [torch.randn(1, heads, 300, 64, device="cuda", dtype=BF16) for heads in (4, 2, 2)]
+    offsets = torch.tensor([0, 70, 70, 200, 300], device="cuda")
+    call = lambda: ta.linear_attention(*tensors, causal=causal, cu_seqlens=offsets, return_state=True)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, state = call()
+    ends = [0, 1, 190, 300, 300]
+    offsets.copy_(torch.tensor(ends))
+    graph.replay()
+    for b, (begin, end) in enumerate(itertools.pairwise(ends)):
+        want, last = ta.linear_attention(*(tensor[:, :, begin:end] for tensor in tensors), causal=causal, return_state=True)
+        assert torch.equal(out[:, :, begin:end], want) and torch.equal(state.kv[b], last.kv[0])
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
