@@ -130,7 +130,8 @@ def operators(result: Mapping[str, Any], path: Path) -> Path:
         for peer, ratio in row["ratios"].items()
     ]
     figure, axis = pyplot.subplots(figsize=(9, 0.6 + 0.2 * len(bars)))
-    axis.barh([label for label, _ in bars], [ratio for _, ratio in bars], color=COLORS["tiled"])
+    axis.barh([label for label, _ in bars], [ratio - 1 for _, ratio in bars], left=1, color=COLORS["tiled"])
+    axis.margins(y=0.01)
     axis.axvline(1, color="black", linestyle="--", linewidth=1)
     axis.invert_yaxis()
     axis.tick_params(axis="y", labelsize="x-small")
