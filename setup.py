@@ -195,12 +195,14 @@ class BuildOperators(build_ext):
         if not extension.name.endswith("._cuda"):
             compiler = getattr(self.compiler, "compiler_so_cxx", None) or self.compiler.compiler_so
             extension.extra_objects = compile_kernels(compiler, folder)
+            extension.depends += extension.extra_objects
             return super().build_extension(extension)
         # The operators are compiled a second time, beside the objects of the first.
         command = copy.copy(self)
         command.build_temp = os.path.join(self.build_temp, "cuda")
         try:
             extension.extra_objects = compile_cuda(folder.replace("kernels-", "cuda-") + f"-{'-'.join(CUDA_ARCHS)}")
+            extension.depends += extension.extra_objects
             super(BuildOperators, command).build_extension(extension)
         except (CudaMissing, CCompilerError) as problem:
             if CUDA == "1":
