@@ -23,7 +23,8 @@ constexpr int kAdditiveGradientBytes = kPairBytes<PairTiles<Tile, kKeyRows, Addi
                                        (Tile::kValues + Tile::kRows * Tile::kOutStride) * int(sizeof(typename Tile::Real));
 
 // Rows whose sums a thread holds in registers at a time.
-constexpr int kSweepRows = 4;
+template <class Real>
+constexpr int kRowsOfSweep = sizeof(Real) == 8 ? 2 : 4;
 
 // The quad of columns that the thread owns, of one row of a tile.
 template <class Tile>
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   using Real = typename Tile::Real;
   using Product = AdditiveProduct<Real, kKeyRows>;
   using Pairs = PairTiles<Tile, kKeyRows, Product>;
-  constexpr int kVector = Tile::kVector, kRowsOf = Tile::kThreadRows;
+  constexpr int kVector = Tile::kVector, kRowsOf = Tile::kThreadRows, kSweepRows = kRowsOfSweep<Real>;
   static_assert(Tile::kResultCols == kQuad && Tile::kRows == kAdditiveRows, "a thread owns one quad of columns in each of its rows");
   SIMT_DYNAMIC_SHARED(shared);
   simt::Carver carve{shared};

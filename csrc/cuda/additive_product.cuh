@@ -198,8 +198,8 @@ struct AdditiveProduct {
     }
   };
 
-  // Rows whose exponentials a thread holds in registers at a time.
-  static constexpr int kRowsAtATime = 4;
+  // Rows whose exponentials a thread holds in registers at a time; in double one leaves no spills.
+  static constexpr int kRowsAtATime = sizeof(Real) == 8 ? 1 : 4;
 
   // scores[i][j] += sum over `depth` columns, a multiple of kQuad, of w N / D, D = N + 1. Per quad, with n = w N over the scale,
   //   sum_k n_k / D_k = ((n_0 D_1 + n_1 D_0) D_2 D_3 + (n_2 D_3 + n_3 D_2) D_0 D_1) / (D_0 D_1 D_2 D_3)
