@@ -135,7 +135,7 @@ struct Sizes {
   int64_t batch, num_heads, num_heads_kv, seqlen_q, seqlen_kv, head_dim, head_dim_v;
 };
 
-// bit 0 bool mask, 1 bias, 2 ALiBi, 3 sinks, 4 softcap, 5 dropout, 6 causal, 7 key lengths and documents, 8 tf32
+// bit 0 bool mask (and of exact attention a block list), 1 bias, 2 ALiBi, 3 sinks, 4 softcap, 5 dropout, 6 causal, 7 key lengths and documents, 8 tf32
 AttentionParams exact(DType dtype, const Sizes& s, int options, bool aligned) {
   AttentionParams p;
   const DType real = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
@@ -170,8 +170,17 @@ AttentionParams exact(DType dtype, const Sizes& s, int options, bool aligned) {
   return p;
 }
 
+BlockListParams block_list(const Sizes& s) {
+  BlockListParams list;
+  list.rows = view(DType::kFloat32, s.num_heads, (s.seqlen_q + kListTile - 1) / kListTile, 2, true);
+  list.tiles = static_cast<const ListedTile*>(pointer()), list.bits = static_cast<const uint64_t*>(pointer());
+  list.num_tiles = 7, list.num_bits = 3;
+  return list;
+}
+
 void run_exact(DType dtype, const Sizes& s, int options, bool aligned) {
-  const AttentionParams p = exact(dtype, s, options, aligned);
+  AttentionParams p = exact(dtype, s, options, aligned);
+  if (options & 1) p.blocks = block_list(s);
   const DType real = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   cuda::attention_fwd_scratch(p);
   RUN(attention_fwd, p, pointer(), nullptr);
@@ -354,6 +363,10 @@ void run_others() {
   dropout.seed = static_cast<const int64_t*>(pointer());
   RUN(dropout_mask, dropout, 2, 4, 70000, 130, static_cast<bool*>(pointer()), nullptr);
   RUN(mask_dense, MaskParams{}, 2, 70000, 130, static_cast<bool*>(pointer()), nullptr);
+  const Sizes sizes{2, 4, 4, 70000, 130, 64, 64};
+  AttentionParams listed = exact(DType::kFloat32, sizes, 0, true);
+  listed.blocks = block_list(sizes);
+  RUN(blocks_dense, listed, static_cast<const int64_t*>(pointer()), 300, static_cast<bool*>(pointer()), nullptr);
   for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16}) {
     RotateParams p;
     p.dtype = dtype;
