@@ -83,6 +83,7 @@ BROADCASTS = (
     *((4, 1, 1), (2, 4, 37, 53), (2, 1, 37, 53), (2, 4, 1, 1), (2, 4, 37, 1)),
 )
 BASE = Case(num_heads=4, num_heads_kv=2, seqlen_q=37, seqlen_kv=53, head_dim=16, head_dim_v=24)
+NARROW = Case(batch=(1,), num_heads=2, num_heads_kv=1, seqlen_q=1150, head_dim=16, sinks=True)
 TALL = BASE.replace(seqlen_q=53, seqlen_kv=37)  # more queries than keys: causal rows that see nothing
 
 # Each option by itself; any two with different fields also make a pair.
@@ -193,6 +194,20 @@ ADVERSARIAL = [
     # The first keys are all hidden: the running maximum stays -inf for whole tiles.
     *(Case(batch=(1,), seqlen_q=n, mask="SlidingWindow(9, 0)", dtype=DTYPES[k % 4]) for k, n in enumerate((63, 64, 65, 129, 640))),
     *(Case(batch=(1,), num_heads=1, seqlen_q=3, seqlen_kv=700, bias=(1, 700), bias_hidden=0.99, dtype=dtype) for dtype in DTYPES),
+    # Windows much narrower than the keys are many, with few heads and with many, and with scores that are normalised again.
+    *(
+        NARROW.replace(mask=mask, hidden=NAN, dtype=dtype)
+        for mask, dtype in (
+            ("Causal() & (SlidingWindow(63, 0) | Sinks(4))", F32),
+            ("SlidingWindow(20, 30)", BF16),
+            ("SlidingWindow(300, 0) & Chunked(90)", F16),
+        )
+    ),
+    NARROW.replace(mask="SlidingWindow(9, 70) & Documents((0, 500, 510, 1100))", query_offset=-40, scale=30.0),
+    NARROW.replace(
+        batch=(2,), num_heads=10, num_heads_kv=5, seqlen_q=90, seqlen_kv=1100, mask="SlidingWindow(9, 9)", query_offset=(700, 30)
+    ),
+    NARROW.replace(num_heads=8, num_heads_kv=8, seqlen_q=600, seqlen_kv=600, mask="SlidingWindow(30, 0)"),
 ]
 
 SLOW = [

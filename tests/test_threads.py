@@ -35,6 +35,7 @@ SHAPES = [
     Case(
         batch=(2,), num_heads=2, seqlen_q=130, seqlen_kv=65, mask="Bool(2, 1, 130, 65)", bias=(2, 1, 1), softcap=3.0, sinks=True, alibi=True
     ),
+    cases.NARROW.replace(mask="Causal() & (SlidingWindow(63, 0) | Sinks(4))"),
     Case(batch=(1,), num_heads=2, seqlen_q=2050, seqlen_kv=40, bias=(1, 40), alibi=True, sinks=True),
 ]
 

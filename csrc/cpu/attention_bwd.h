@@ -4,6 +4,7 @@
 // how a head is cut into chunks follows from the shape and the mask, so the result does not depend on the threads.
 
 #include "backward_queries.h"
+#include "next_tile.h"
 #include "score_gradient.h"
 
 namespace tiled_attention {
@@ -17,6 +18,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   using Buffers = BackwardBuffers<T, Unit, kDrop>;
   using Packed = BackwardPacked<Unit>;
   using Sums = BackwardSums<Real>;
+  using Doubles = BackwardDoubles;
   static constexpr int kSize = kUnitSize<Unit>, kTileQ = kBwdTileQ, kTileKV = kBwdTileKV, kBlocks = kTileQ / kBlockRows;
 
   using Queries::p;
@@ -54,18 +56,6 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     Sums(params, s);
     return s.used;
   }
-  // What is summed up in double. parts, per (head, chunk): of the gradients of one slope, one sink and, if it is a number per head,
-  // one bias. bias: BackwardSums::summed_bias().
-  struct Doubles {
-    double *parts, *bias;
-    int64_t num_parts, num_bias;
-    Doubles(const AttentionBackwardParams& params, int chunks, Scratch& scratch) {
-      num_parts = params.forward.batch * params.forward.num_heads * chunks * 3;
-      num_bias = Sums::summed_bias(params);
-      parts = scratch.take<double>(num_parts);
-      bias = scratch.take<double>(num_bias);
-    }
-  };
   size_t doubles_bytes() const {
     Scratch s(nullptr);
     Doubles(params, chunks, s);
@@ -130,8 +120,6 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   }
 
  private:
-  int64_t bias_offset(int64_t batch, int64_t head) const { return batch_offset(p, params.grad_bias, batch) + head * params.grad_bias.head_stride; }
-
   void store_sums(const Doubles& doubles) const {
     const bool one_bias = params.grad_bias.data && params.grad_bias.row_stride == 0 && params.grad_bias.col_stride == 0;
     for (int64_t head = 0; head < p.num_heads; head++) {
@@ -140,7 +128,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
         for (int chunk = 0; chunk < chunks; chunk++) {
           const double* part = doubles.parts + ((batch * p.num_heads + head) * chunks + chunk) * 3;
           slope += part[0], sink += part[1];
-          if (one_bias) doubles.bias[bias_offset(batch, head)] += part[2];
+          if (one_bias) doubles.bias[this->bias_offset(batch, head)] += part[2];
         }
       if (params.grad_alibi_slopes) ((Real*)params.grad_alibi_slopes)[head] = Real(slope);
       if (params.grad_sinks) ((Real*)params.grad_sinks)[head] = Real(sink);
@@ -166,31 +154,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     packed.tiles[slot] = tile;
   }
 
-  // What comes after a tile of queries: the next one and, where the keys of a head are one tile, keys and values of the next head.
-  struct Next {
-    Ahead query, grad_out, out, key, value;
-  };
-  Next ahead(const QueryTiles& tiles, int tile, int64_t head, int64_t next_head) const {
-    const bool last = tile + 1 == tiles.count, heads_follow = next_head >= 0 && kept.count == 1;
-    Next to;
-    if (!last || heads_follow) {
-      const int64_t of = last ? next_head : head, batch = of / p.num_heads_kv;
-      const QueryTiles::Rows rows = tiles.rows_of(last ? 0 : tile + 1);
-      const int64_t at = of % p.num_heads_kv * group + rows.head;
-      const int first = tiles.first_query + rows.query, count = min_of(rows.size, tiles.seqlen - rows.query);
-      to.query = Ahead::of(matrix<const T>(p, p.query, batch, at), first, count, int(p.head_dim));
-      to.grad_out = Ahead::of(matrix<const T>(p, params.grad_out, batch, at), first, count, int(p.head_dim_v));
-      to.out = Ahead::of(matrix<const T>(p, p.out, batch, at), first, count, int(p.head_dim_v));
-    }
-    if (heads_follow && tile == 0) {
-      to.key = Ahead::of(matrix<const T>(p, p.key, next_head / p.num_heads_kv, next_head % p.num_heads_kv), 0, int(p.seqlen_kv), int(p.head_dim));
-      to.value = Ahead::of(matrix<const T>(p, p.value, next_head / p.num_heads_kv, next_head % p.num_heads_kv), 0, int(p.seqlen_kv), int(p.head_dim_v));
-    }
-    return to;
-  }
-
-  void run_chunk(int64_t head, int chunk, const Packed& packed, const Sums& sums, const Buffers& buf, const Doubles& doubles,
-                 int64_t next_head) const {
+  void run_chunk(int64_t head, int chunk, const Packed& packed, const Sums& sums, const Buffers& buf, const Doubles& doubles, int64_t next_head) const {
     const int64_t batch = head / p.num_heads_kv;
     const int head_kv = int(head % p.num_heads_kv);
     const RowMask mask(p.mask, batch, p.seqlen_q, p.seqlen_kv);
@@ -202,14 +166,17 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     const QueryTiles tiles(group, begin, end - begin, rows_of_tile);
     for (int tile = 0; tile < tiles.count; tile++) {
       const int rows = tiles.fill(tile, head_kv * group, mask, buf.rows);
-      query_tile(batch, head_kv, rows, tiles.stacked, mods, packed, sums, buf, ahead(tiles, tile, head, next_head));
+      NextTile<T> next(p, tiles, tile, tile + 1 == tiles.count, head, next_head, kept.count == 1);
+      next.add(p, p.query, p.head_dim), next.add(p, params.grad_out, p.head_dim_v), next.add(p, p.out, p.head_dim_v);
+      query_tile(batch, head_kv, rows, tiles.stacked, mods, packed, sums, buf, next);
       for (int i = 0; i < rows; i++) {
         double* part = doubles.parts + ((batch * p.num_heads + buf.rows[i].head) * chunks + chunk) * 3;
         part[0] += buf.row_slope[i], part[1] += buf.row_sink[i];
         if (!params.grad_bias.data || params.grad_bias.col_stride != 0) continue;
-        double& bias =
-            params.grad_bias.row_stride == 0 ? part[2] : doubles.bias[bias_offset(batch, buf.rows[i].head) + buf.rows[i].query * params.grad_bias.row_stride];
-        bias += bias_of_row(batch, i, buf);
+        double& bias = params.grad_bias.row_stride == 0
+                           ? part[2]
+                           : doubles.bias[this->bias_offset(batch, buf.rows[i].head) + buf.rows[i].query * params.grad_bias.row_stride];
+        bias += this->bias_of_row(batch, i, buf);
       }
     }
   }
@@ -226,7 +193,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     for (int chunk = first + 1; chunk < chunks; chunk++)
       if (sums_of(chunk).seen->sees_some(begin, end)) sums.add(sums_of(chunk), begin, end);
     const Ahead keys = params.grad_key.data ? Ahead::of(matrix<const T>(p, params.grad_key, batch, head_kv), begin, end - begin, int(p.head_dim)) : Ahead();
-    const Ahead values = params.grad_value.data ? Ahead::of(matrix<const T>(p, params.grad_value, batch, head_kv), begin, end - begin, int(p.head_dim_v)) : Ahead();
+    const Ahead values =
+        params.grad_value.data ? Ahead::of(matrix<const T>(p, params.grad_value, batch, head_kv), begin, end - begin, int(p.head_dim_v)) : Ahead();
     for (int j = begin; j < end; j++) {
       if ((j - begin) % 8 == 0) keys.fetch_to_write(j - begin + 8, j - begin + 16), values.fetch_to_write(j - begin + 8, j - begin + 16);
       if (params.grad_key.data) {
@@ -246,38 +214,16 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     if (!sums.bias_columns) return;
     const TensorView& view = params.grad_bias;
     for (int g = 0; g < group; g++) {
-      double* to = bias + bias_offset(head / p.num_heads_kv, head % p.num_heads_kv * group + g);
+      double* to = bias + this->bias_offset(head / p.num_heads_kv, head % p.num_heads_kv * group + g);
       for (int64_t j = 0; j < sums.bias_width; j++) to[j * view.col_stride] += sums.bias_columns[g * sums.bias_width + j];
     }
   }
 
-  // A bias that is the same for all keys of a row changes lse alone: sum_j ds_j = grad_lse + (weight of the sink) * delta. Free of the
-  // rounding that the sum over the keys would collect.
-  double bias_of_row(int64_t batch, int in_tile, const Buffers& buf) const {
-    const TileRow& row = buf.rows[in_tile];
-    if (buf.row_lse[in_tile] == Real(INFINITY)) return 0;
-    const Real grad_lse = params.grad_lse ? ((const Real*)params.grad_lse)[lse_offset(p, batch, row.head) + row.query] : Real(0);
-    const Real delta = buf.row_delta[in_tile];
-    return double(grad_lse) - buf.row_sink[in_tile] + (delta - delta);  // NaN where delta is not finite
-  }
-
-  // The first of the heads and batch items that share a row of grad_bias clears it: it comes first in the plan.
-  void clear_bias_row(int64_t batch, const TileRow& row) const {
-    const TensorView& view = params.grad_bias;
-    if (view.head_stride == 0 && row.head > 0) return;
-    int64_t rest = batch;
-    for (int d = p.num_batch_dims - 1; d >= 0; d--) {
-      if (view.batch_strides[d] == 0 && rest % p.batch_sizes[d] > 0) return;
-      rest /= p.batch_sizes[d];
-    }
-    memset((Real*)view.data + bias_offset(batch, row.head) + row.query * view.row_stride, 0, p.seqlen_kv * sizeof(Real));
-  }
-
-  void query_tile(int64_t batch, int head_kv, int rows, bool stacked, const ScoreMods<Real>& mods, const Packed& packed, const Sums& sums,
-                  const Buffers& buf, const Next& next_tile) const {
+  void query_tile(int64_t batch, int head_kv, int rows, bool stacked, const ScoreMods<Real>& mods, const Packed& packed, const Sums& sums, const Buffers& buf,
+                  const NextTile<T>& next_tile) const {
     this->pack_queries(batch, rows, mods.factor() < 0, buf);
     if (params.grad_bias.data && !Sums::is_summed(params.grad_bias))
-      for (int i = 0; i < rows; i++) clear_bias_row(batch, buf.rows[i]);
+      for (int i = 0; i < rows; i++) this->clear_bias_row(batch, buf.rows[i]);
     memset(buf.grad_query, 0, int64_t(kTileQ) * sums.key_stride * sizeof(Real));
     BlockKeys blocks[kBlocks];
     Interval main = {0, 0}, sinks = {0, 0};
@@ -315,7 +261,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
         for (int i0 = 0; i0 < rows; i0 += kBlockRows) {
           const BlockKeys& block = blocks[i0 / kBlockRows];
           const int count = min_of(kBlockRows, rows - i0);
-          if (!asked) ask(batch, i0, count, rows, next_tile, buf);
+          if (!asked) next_tile.fetch(i0, rows);
           KeyRuns& runs = seen[i0 / kBlockRows];
           runs.count = 0;
           if (!listed || mods.look_up(buf.rows + i0, count, kv_begin, kv_end, listed))
@@ -356,14 +302,6 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     }
   }
 
-  void ask(int64_t batch, int i0, int count, int rows, const Next& next, const Buffers& buf) const {
-    next.query.fetch(i0, i0 + kBlockRows), next.grad_out.fetch(i0, i0 + kBlockRows), next.out.fetch(i0, i0 + kBlockRows);
-    const int part = i0 / kBlockRows, parts = (rows + kBlockRows - 1) / kBlockRows;
-    next.key.fetch_part(part, parts), next.value.fetch_part(part, parts);
-    if (params.grad_query.data)
-      Ahead::of(matrix<const T>(p, params.grad_query, batch, buf.rows[i0].head), buf.rows[i0].query, count, int(p.head_dim)).fetch_to_write(0, count);
-  }
-
   // Probabilities and grad_scores of the visible part of one block of rows; zero in the rest of `zeros`, columns from kv_begin. Adds to grad_query.
   void block_of_rows(int64_t batch, int head_kv, int i0, int rows, int kv_begin, Interval zeros, Interval seen, const BlockKeys& block, bool in_registers,
                      bool coarse, const ScoreMods<Real>& mods, const ListedKeys* listed, const Dropout& dropout, const Packed& packed, const Sums& sums,
@@ -398,8 +336,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     const int first = round_down(seen.begin, kSize);
     const Unit* grad_rows = (kSize == 1 ? (const Unit*)grads : buf.grad_score_rows + left / kSize) + (first - begin) / kSize;
     Real* grad_query = buf.grad_query + i0 * sums.key_stride;
-    gemm<Left::RowMajor, Store::Accumulate>(rows, int(p.head_dim), units<Unit>(end - first), grad_rows, kTileKV / kSize,
-                                            packed.key_row(tile, first), packed.key_stride, grad_query, int(sums.key_stride));
+    gemm<Left::RowMajor, Store::Accumulate>(rows, int(p.head_dim), units<Unit>(end - first), grad_rows, kTileKV / kSize, packed.key_row(tile, first),
+                                            packed.key_stride, grad_query, int(sums.key_stride));
     if (!packed.key_finite[packed.kept.slot(tile)])
       add_nonfinite(mods, tile_rows, rows, first, end, grad_rows, kTileKV / kSize,
                     turned_rows(p, p.key, p.rotary.key_table, batch, head_kv, first, end - first, buf.key_temp).from(-first), int(p.head_dim), grad_query,
@@ -429,8 +367,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
         pack_keys(batch * p.num_heads_kv + head_kv, tile, packed, buf);
         Real* scores = kSize == 1 ? (Real*)buf.probs : buf.block_scores;
         gemm<Left::RowMajor, Store::Overwrite>(count, cols, units<Unit>(int(p.head_dim)), buf.query_rows + i0 * buf.query_stride, buf.query_stride,
-                                               packed.key_transposed + packed.key_panel(tile, begin) * packed.key_transposed_stride, packed.key_transposed_stride,
-                                               scores, kTileKV);
+                                               packed.key_transposed + packed.key_panel(tile, begin) * packed.key_transposed_stride,
+                                               packed.key_transposed_stride, scores, kTileKV);
         const Real factor = hide_scores(buf.rows + i0, count, begin, seen.end, cols, block, scores, nullptr, mods, listed);
         softmax_block<Unit, false>(count, cols, kTileKV, scores, (Unit*)scores, factor, buf.coarse.from(i0), 0, BlockDropout<Real>());
       }
@@ -503,8 +441,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     if (sums.bias_columns)
       for_each_run(tile_rows, rows, [&](int first, int length) {
         double* to = sums.bias_columns + tile_rows[first].head % group * sums.bias_width + begin;
-        if (is_by_distance(params.grad_bias)) add_distances(grads + first * kTileKV, length, count, to + p.seqlen_q - 1 - tile_rows[first].query);
-        else add_columns(grads + first * kTileKV, length, count, to);
+        if (is_by_distance(params.grad_bias)) add_distances(grads + first * kTileKV, kTileKV, length, count, to + p.seqlen_q - 1 - tile_rows[first].query);
+        else add_columns(grads + first * kTileKV, kTileKV, length, count, to);
       });
     else if (params.grad_bias.col_stride != 0)
       for (int i = 0; i < rows; i++) add_bias_row(batch, tile_rows[i], begin, count, grads + i * kTileKV);
@@ -516,21 +454,8 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
           V(grad.v == V(Real(0)).v ? grad.v : capped.v).store(grads + j);
         }
   }
-  // A column is a sum over all rows of the head: in double, block by block.
-  static void add_columns(const Real* grads, int rows, int count, double* to) {
-    for (int j = 0; j < count; j += V::kLanes) {
-      V sum(Real(0));
-      for (int i = 0; i < rows; i++) sum = sum + V::load(grads + i * kTileKV + j);
-      for (int k = 0; k < V::kLanes && j + k < count; k++) to[j + k] += double(sum.v[k]);
-    }
-  }
-  // Rows follow one another: each lies one element further back.
-  static void add_distances(const Real* grads, int rows, int count, double* to) {
-    for (int i = 0; i < rows; i++, grads += kTileKV, to--)
-      for (int j = 0; j < count; j++) to[j] += double(grads[j]);
-  }
   void add_bias_row(int64_t batch, const TileRow& row, int begin, int count, const Real* grads) const {
-    Real* to = (Real*)params.grad_bias.data + bias_offset(batch, row.head) + row.query * params.grad_bias.row_stride + begin;
+    Real* to = (Real*)params.grad_bias.data + this->bias_offset(batch, row.head) + row.query * params.grad_bias.row_stride + begin;
     int j = 0;
     for (; j + V::kLanes <= count; j += V::kLanes) (V::load(to + j) + V::load(grads + j)).store(to + j);
     for (; j < count; j++) to[j] += grads[j];

@@ -2,7 +2,8 @@
 // Exact attention, forward: out = softmax(scale * query key^T) value, online softmax over tiles of keys.
 
 #include "in_place.h"
-#include "schedule.h"
+#include "next_tile.h"
+#include "packed_tiles.h"
 #include "softmax_block.h"
 #include "turn.h"
 
@@ -23,33 +24,6 @@ constexpr int kFwdTileQ = whole_steps(FWD_TILE_Q, kBlockRows), kFwdTileKV = whol
 #endif
 constexpr int kSplitKV = SPLIT_KV;
 static_assert(kSplitKV % kFwdTileKV == 0 && kFwdTileKV <= kMaxCols, "");
-
-// Packed keys and values of one kv head, tile by tile: key panels [head_dim][kPanel], then value panels [tile_kv][kPanel].
-template <class Unit>
-struct PackedTiles {
-  Unit *key, *value;
-  int* tiles;    // [slots] the tile that a slot holds, -1: none
-  bool* finite;  // [slots] whether its values are
-  int64_t key_tile, value_tile;  // units of one tile
-  int key_panel, value_panel;    // units of one panel
-  KeptTiles kept;
-
-  PackedTiles(const AttentionParams& p, const KeptTiles& kept, Scratch& scratch) : kept(kept) {
-    const int rows = min_of(kFwdTileKV, round_up(int(p.seqlen_kv), kPanel<Unit>));
-    const int64_t slots = kept.slots();
-    key_panel = units<Unit>(int(p.head_dim)) * kPanel<Unit>;
-    value_panel = units<Unit>(rows) * kPanel<Unit>;
-    key_tile = int64_t(rows / kPanel<Unit>) * key_panel;
-    value_tile = int64_t(round_up(int(p.head_dim_v), kPanel<Unit>) / kPanel<Unit>) * value_panel;
-    key = scratch.take<Unit>(slots * key_tile);
-    value = scratch.take<Unit>(slots * value_tile);
-    tiles = scratch.take<int>(slots);
-    finite = scratch.take<bool>(slots);
-  }
-  void clear() const {
-    for (int i = 0; i < kept.slots(); i++) tiles[i] = -1;
-  }
-};
 
 // What one worker needs besides packed tiles.
 template <class T, class Unit, bool kDrop>
@@ -97,7 +71,7 @@ struct Forward {
   using Real = Accumulator<Unit>;
   using V = NativeVec<Real>;
   using Buffers = ForwardBuffers<T, Unit, kDrop>;
-  using Packed = PackedTiles<Unit>;
+  using Packed = PackedTiles<Unit, kFwdTileKV>;
   static constexpr int kBlocks = kFwdTileQ / kBlockRows;
 
   // How the threads share the call.
@@ -117,7 +91,10 @@ struct Forward {
   KeptTiles kept;
 
   Forward(const AttentionParams& p, const ThreadPool& all)
-      : p(p), pool(with_workers(all, p)), tiles(p.num_heads / p.num_heads_kv, 0, p.seqlen_q, query_tile_rows(p, kFwdTileQ)), heads(p.batch * p.num_heads_kv),
+      : p(p),
+        pool(with_workers(all, p)),
+        tiles(p.num_heads / p.num_heads_kv, 0, p.seqlen_q, query_tile_rows(p, kFwdTileQ)),
+        heads(p.batch * p.num_heads_kv),
         kept(int((p.seqlen_kv + kFwdTileKV - 1) / kFwdTileKV)) {
     const int workers = pool.num_workers;
     splits = int((p.seqlen_kv + kSplitKV - 1) / kSplitKV);
@@ -195,34 +172,16 @@ struct Forward {
       const int end = tiles.slice_begin(slice + 1, slices, mask);
       for (int tile = tiles.slice_begin(slice, slices, mask); tile < end; tile++) {
         const int rows = tiles.fill(tile, head_kv * tiles.group, mask, buf.rows);
-        query_tile(batch, head_kv, rows, mask, 0, int(p.seqlen_kv), keys, buf, ahead(item, tile, end));
+        const int64_t next_head = slices == 1 && head + pool.num_workers < heads ? head + pool.num_workers : -1;  // if the workers go on in step
+        NextTile<T> next(p, tiles, tile, tile + 1 == end, head, next_head, kept.count == 1);
+        next.add(p, p.query, p.head_dim);
+        query_tile(batch, head_kv, rows, mask, 0, int(p.seqlen_kv), keys, buf, next);
         write_rows(batch, rows, p.seqlen_kv > kSplitKV ? buf.total : buf.state, buf.rows);
       }
     });
   }
 
  private:
-  // What comes after a tile of queries: the next tile and, where the keys of a head are one tile, keys and values of the next head.
-  struct Next {
-    Ahead query, key, value;
-  };
-  Next ahead(int64_t item, int tile, int end) const {
-    const int64_t head = item / slices, next = head + pool.num_workers;  // if the workers go on in step
-    const bool last = tile + 1 >= end, heads_follow = slices == 1 && next < heads && kept.count == 1;
-    Next to;
-    if (!last || heads_follow) {
-      const int64_t of = last ? next : head;
-      const QueryTiles::Rows rows = tiles.rows_of(last ? 0 : tile + 1);
-      to.query = Ahead::of(matrix<const T>(p, p.query, of / p.num_heads_kv, of % p.num_heads_kv * tiles.group + rows.head), rows.query,
-                           min_of(rows.size, int(p.seqlen_q) - rows.query), int(p.head_dim));
-    }
-    if (heads_follow && tile == 0) {
-      to.key = Ahead::of(matrix<const T>(p, p.key, next / p.num_heads_kv, next % p.num_heads_kv), 0, int(p.seqlen_kv), int(p.head_dim));
-      to.value = Ahead::of(matrix<const T>(p, p.value, next / p.num_heads_kv, next % p.num_heads_kv), 0, int(p.seqlen_kv), int(p.head_dim_v));
-    }
-    return to;
-  }
-
   template <class GetBuffers, class GetPacked>
   void run_splits(const GetBuffers& buffers, const GetPacked& packed) const {
     const size_t partial_size = partial_bytes();
@@ -265,14 +224,14 @@ struct Forward {
                     Ahead::of(values, begin, rows, int(p.head_dim_v)));
     const int next = begin + kFwdTileKV;
     to.finite[at] = pack_finite_panels(value.data, value.row_stride, rows, int(p.head_dim_v), to.value + at * to.value_tile, to.value_panel,
-                                           Ahead::of(keys, next, min_of(kFwdTileKV, int(p.seqlen_kv) - next), int(p.head_dim)));
+                                       Ahead::of(keys, next, min_of(kFwdTileKV, int(p.seqlen_kv) - next), int(p.head_dim)));
     to.tiles[at] = tile;
   }
 
   // One tile of queries over the keys [kv_from, kv_to), kv_from a multiple of kSplitKV. The result stands in buf.total where there is more
   // than one split, in buf.state otherwise.
   void query_tile(int64_t batch, int head_kv, int rows, const RowMask& mask, int kv_from, int kv_to, const Packed& keys, const Buffers& buf,
-                  const Next& next_tile = Next()) const {
+                  const NextTile<T>& next_tile = NextTile<T>()) const {
     const ScoreMods<Real> mods(p, mask, batch);
     for_each_run(buf.rows, rows, [&](int first, int count) {
       const auto query = turned_rows(p, p.query, p.rotary.query_table, batch, buf.rows[first].head, buf.rows[first].query, count, buf.query_temp);
@@ -323,9 +282,7 @@ struct Forward {
           const KeyRuns seen = mods.runs(buf.rows + i0, count, block.within(kv_begin, kv_end), kPanel<Unit>, listed);
           if (!seen.count) continue;
           if (!started[i0 / kBlockRows]) {
-            next_tile.query.fetch(i0, i0 + kBlockRows);
-            const int part = i0 / kBlockRows, parts = (rows + kBlockRows - 1) / kBlockRows;
-            next_tile.key.fetch_part(part, parts), next_tile.value.fetch_part(part, parts);
+            next_tile.fetch(i0, rows);
             Ahead::of(matrix<const T>(p, p.out, batch, buf.rows[i0].head), buf.rows[i0].query, count, int(p.head_dim_v)).fetch_to_write(0, count);
           }
           if (!packed) {

@@ -1,6 +1,7 @@
 #pragma once
 // Memory of the backward pass, and how a head is cut into chunks of queries.
 
+#include "packed_tiles.h"
 #include "schedule.h"
 #include "softmax_block.h"
 #include "turn.h"
@@ -84,9 +85,7 @@ struct BackwardPacked {
   }
   // Panels from the one of key `first`, which is in tile `tile`.
   int64_t key_panel(int tile, int first) const { return kept.slot(tile) * int64_t(key_panels) + (first - tile * kBwdTileKV) / P; }
-  Unit* key_row(int tile, int first) const {
-    return key + kept.slot(tile) * dim_panels * key_stride + (first - tile * kBwdTileKV) / kUnitSize<Unit> * P;
-  }
+  Unit* key_row(int tile, int first) const { return key + kept.slot(tile) * dim_panels * key_stride + (first - tile * kBwdTileKV) / kUnitSize<Unit> * P; }
 };
 
 // Keys that some of the rows of a chunk see lie in these two. They may overlap.
@@ -162,6 +161,19 @@ struct BackwardSums {
     };
     add_rows(grad_key, other.grad_key, key_stride);
     add_rows(grad_value, other.grad_value, value_stride);
+  }
+};
+
+// What is summed up in double. parts, per (head, chunk): of the gradients of one slope, one sink and, if it is a number per head,
+// one bias. bias: BackwardBackwardSums<float>::summed_bias().
+struct BackwardDoubles {
+  double *parts, *bias;
+  int64_t num_parts, num_bias;
+  BackwardDoubles(const AttentionBackwardParams& params, int chunks, Scratch& scratch) {
+    num_parts = params.forward.batch * params.forward.num_heads * chunks * 3;
+    num_bias = BackwardSums<float>::summed_bias(params);
+    parts = scratch.take<double>(num_parts);
+    bias = scratch.take<double>(num_bias);
   }
 };
 

@@ -75,6 +75,30 @@ struct BackwardQueries {
     return Real(-exp2(NativeVec<double>(log2_weight)).v[0] * buf.row_delta[in_tile]);
   }
 
+  int64_t bias_offset(int64_t batch, int64_t head) const { return batch_offset(p, params.grad_bias, batch) + head * params.grad_bias.head_stride; }
+
+  // A bias that is the same for all keys of a row changes lse alone: sum_j ds_j = grad_lse + (weight of the sink) * delta. Free of the
+  // rounding that the sum over the keys would collect.
+  double bias_of_row(int64_t batch, int in_tile, const Buffers& buf) const {
+    const TileRow& row = buf.rows[in_tile];
+    if (buf.row_lse[in_tile] == Real(INFINITY)) return 0;
+    const Real grad_lse = params.grad_lse ? ((const Real*)params.grad_lse)[lse_offset(p, batch, row.head) + row.query] : Real(0);
+    const Real delta = buf.row_delta[in_tile];
+    return double(grad_lse) - buf.row_sink[in_tile] + (delta - delta);  // NaN where delta is not finite
+  }
+
+  // The first of the heads and batch items that share a row of grad_bias clears it: it comes first in the plan.
+  void clear_bias_row(int64_t batch, const TileRow& row) const {
+    const TensorView& view = params.grad_bias;
+    if (view.head_stride == 0 && row.head > 0) return;
+    int64_t rest = batch;
+    for (int d = p.num_batch_dims - 1; d >= 0; d--) {
+      if (view.batch_strides[d] == 0 && rest % p.batch_sizes[d] > 0) return;
+      rest /= p.batch_sizes[d];
+    }
+    memset((Real*)view.data + bias_offset(batch, row.head) + row.query * view.row_stride, 0, p.seqlen_kv * sizeof(Real));
+  }
+
  private:
   static void zero_panel_row(Unit* panels, int row, int cols, int64_t panel_stride) {
     for (int d = 0; d < cols; d++) {

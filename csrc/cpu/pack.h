@@ -46,8 +46,6 @@ struct Ahead {
     for (int i = begin; i < min_of(end, rows); i++)
       for (int b = 0; b < row_bytes; b += 64) __builtin_prefetch(data + i * row_stride + b, 1, 2);
   }
-  // Part i of `parts`.
-  ALWAYS_INLINE void fetch_part(int i, int parts) const { fetch(int(int64_t(rows) * i / parts), int(int64_t(rows) * (i + 1) / parts)); }
 };
 
 // `count` consecutive elements as units; zeros behind them.

@@ -78,29 +78,6 @@ struct QueryTiles {
   }
 };
 
-// Which tiles of packed keys are kept at a time: all of them, or under a narrow window, which every tile of queries leaves behind soon, the first
-// ones where there are sinks and as many others as a tile of queries sees. They then stay in L2.
-struct KeptTiles {
-  int count, fixed, ring;
-
-  // All of `count`.
-  explicit KeptTiles(int count) : count(count), fixed(0), ring(count) {}
-  static KeptTiles of(const AttentionParams& p, int tile_q, int tile_kv) {
-    const MaskParams& mask = p.mask;
-    KeptTiles all(int((p.seqlen_kv + tile_kv - 1) / tile_kv));
-    const int64_t band = min_of(mask.window_left, mask.limit_left) + min_of(mask.window_right, mask.limit_right) + 1;
-    const int64_t width = max_of(int64_t(1), mask.chunk > 0 ? min_of(band, mask.chunk) : band) + tile_q - 1;
-    // Some tiles of keys, beginning anywhere in the first.
-    const int64_t fixed = (mask.num_sinks + tile_kv - 1) / tile_kv, ring = (width + tile_kv - 2) / tile_kv + 1;
-    if (p.blocks.rows.data || fixed + ring >= all.count) return all;
-    all.fixed = int(fixed), all.ring = int(ring);
-    return all;
-  }
-  int slots() const { return fixed + ring; }
-  bool are_all() const { return slots() == count; }
-  int slot(int tile) const { return tile < fixed ? tile : fixed + (tile - fixed) % ring; }
-};
-
 // Calls f(first, count) for each run of rows of one head with adjacent queries.
 template <class F>
 ALWAYS_INLINE void for_each_run(const TileRow* rows, int count, const F& f) {

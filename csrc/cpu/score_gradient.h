@@ -59,6 +59,23 @@ ALWAYS_INLINE void score_gradient_pair(float* scores, float* grad_scores, int st
   }
 }
 
+// A column is a sum over all rows of the head: in double, block by block.
+template <class Real>
+void add_columns(const Real* grads, int stride, int rows, int count, double* to) {
+  using V = NativeVec<Real>;
+  for (int j = 0; j < count; j += V::kLanes) {
+    V sum(Real(0));
+    for (int i = 0; i < rows; i++) sum = sum + V::load(grads + i * stride + j);
+    for (int k = 0; k < V::kLanes && j + k < count; k++) to[j + k] += double(sum.v[k]);
+  }
+}
+// Rows follow one another: each lies one element further back.
+template <class Real>
+void add_distances(const Real* grads, int stride, int rows, int count, double* to) {
+  for (int i = 0; i < rows; i++, grads += stride, to--)
+    for (int j = 0; j < count; j++) to[j] += double(grads[j]);
+}
+
 #if defined(__AVX512BF16__)
 // (a[j], b[j]) as the bf16 pair j: two rows, reduction over rows.
 ALWAYS_INLINE void store_rows(NativeVec<float> a, NativeVec<float> b, Bf16Pair* to) {
