@@ -18,13 +18,17 @@ struct Turn {
   void row(const Matrix<const T>& from, const Real* table, const Matrix<T>& to) const {
     const int half = rotary_dim / 2, step = interleaved ? 2 : 1;
     const int64_t second = interleaved ? 1 : half;
+    const bool whole = !interleaved && half % kN == 0 && from.col_stride == 1 && to.col_stride == 1;
+    const V zero(Real(0));
     for (int k = 0; k < half; k += kN) {
-      const int count = min_of(kN, half - k);
+      const int count = whole ? kN : min_of(kN, half - k);
       V a, b, cos, sin;
-      load_pairs(from, k * step, second, count, &a, &b);
-      cos = load_converted(table + k, count), sin = load_converted(table + half + k, count);
-      if (transposed) sin = V(Real(0)) - sin;
-      store_pairs(multiply_add(V(Real(0)) - b, sin, a * cos), multiply_add(a, sin, b * cos), to, k * step, second, count);
+      if (whole) a = load_converted(from.data + k), b = load_converted(from.data + half + k), cos = V::load(table + k), sin = V::load(table + half + k);
+      else load_pairs(from, k * step, second, count, &a, &b), cos = load_converted(table + k, count), sin = load_converted(table + half + k, count);
+      if (transposed) sin = zero - sin;
+      const V first = multiply_add(zero - b, sin, a * cos), last = multiply_add(a, sin, b * cos);
+      if (whole) store_converted(first, to.data + k), store_converted(last, to.data + half + k);
+      else store_pairs(first, last, to, k * step, second, count);
     }
     for (int64_t col = rotary_dim; col < head_dim; col++) to.data[col * to.col_stride] = from.data[col * from.col_stride];
   }
@@ -78,10 +82,15 @@ template <class T>
 Matrix<const T> turned_rows(const AttentionParams& p, const TensorView& view, const TensorView& table, int64_t batch, int64_t head, int64_t begin, int rows,
                             T* temp) {
   const Matrix<const T> from = matrix<const T>(p, view, batch, head);
+  constexpr int kAhead = 8;  // rows
   if (!table.data) return adjacent_columns(from, begin, rows, int(p.head_dim), temp);
   const auto angles = matrix<const ComputeType<T>>(p, table, batch, head);
   const Turn<T> turn = {int(p.rotary.rotary_dim), int(p.head_dim), p.rotary.interleaved, false};
-  for (int i = 0; i < rows; i++) turn.row({from.row(begin + i), 0, from.col_stride}, angles.row(begin + i), {temp + i * p.head_dim, 0, 1});
+  const Ahead ahead = Ahead::of(from, begin, rows, int(p.head_dim));
+  for (int i = 0; i < rows; i++) {
+    ahead.fetch(i + kAhead, i + kAhead + 1);
+    turn.row({from.row(begin + i), 0, from.col_stride}, angles.row(begin + i), {temp + i * p.head_dim, 0, 1});
+  }
   return {temp, p.head_dim, 1};
 }
 // Whether turned_rows() needs `temp`.
