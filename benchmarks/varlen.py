@@ -1,4 +1,4 @@
-"""Packed sequences: against our own attention on one sequence of as many pairs, and against SDPA on the padded batch.
+"""Packed sequences: against our own attention on one sequence of as many pairs, laid out like them, and against SDPA on the padded batch.
 
 8 heads of 64, lengths mixed from 16 to 2048. The padded batch is told of its padding the way SDPA is fastest: by is_causal where that hides
 it, by a mask of keys otherwise.
@@ -51,7 +51,7 @@ def varlen(threads: int, rounds: int, seconds: float) -> Iterator[Row]:
         for dtype, causal, backward in itertools.product((torch.float32, torch.bfloat16), (False, True), (False, True)):
             packed = [torch.randn(total, HEADS, HEAD_DIM).to(dtype).requires_grad_() for _ in range(3)]
             padded = [_pad(x).contiguous().requires_grad_() for x in packed]
-            single = [torch.randn(1, HEADS, math.isqrt(pairs), HEAD_DIM).to(dtype).requires_grad_() for _ in range(3)]
+            single = [torch.randn(1, math.isqrt(pairs), HEADS, HEAD_DIM).to(dtype).transpose(1, 2).requires_grad_() for _ in range(3)]
             out, want = _packed(causal)(*packed), _padded(causal)(*padded).transpose(1, 2)
             right = all(
                 torch.allclose(part.float(), whole[: len(part)].float(), rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-4)
