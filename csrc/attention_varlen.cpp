@@ -60,10 +60,11 @@ void check_packed(const Tensor& tensor, const Tensor& query) {
 
 // Offsets whose steps are at most `max_seqlen`; on CUDA that is not read either.
 const int64_t* check_sequences(Tensor* offsets, int64_t num_sequences, int64_t total, int64_t max_seqlen, const char* total_name, const char* max_name) {
-  const int64_t* const values = check_offsets(offsets, total, total_name);
-  if (offsets->size(0) != num_sequences + 1) {
+  read(offsets);
+  if (offsets->rank == 1 && offsets->size(0) != num_sequences + 1) {
     fail(offsets->name, " must have shape (", num_sequences + 1, ",) as cu_seqlens_q has, got ", offsets->shape());
   }
+  const int64_t* const values = check_offsets(offsets, total, total_name);
   check_length(max_name, max_seqlen);
   for (int64_t i = 0; device::kReadsValues && i < num_sequences; ++i) {
     if (values[i + 1] - values[i] > max_seqlen) {
