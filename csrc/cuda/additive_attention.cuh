@@ -263,7 +263,8 @@ void launch_additive_bwd(const AdditiveAttentionBackwardParams& additive, void* 
 
   if (params.grad_query.data || parts.weight_parts) launch_additive_gradient<T, false>(params, table, stats, product, parts.weight_parts, stream);
   if (params.grad_key.data) launch_additive_gradient<T, true>(params, table, stats, of_keys, nullptr, stream);
-  if (params.grad_value.data) launch_fma_gradient_of<T, Products::kFma, Gradient::kValue>(params, p.head_dim_v, table, ListingQueries(), stats, of_keys, stream);
+  if (params.grad_value.data)
+    launch_fma_gradient_of<T, Products::kFma, Gradient::kValue>(params, p.head_dim_v, table, ListingQueries(), stats, of_keys, stream);
   if (!additive.grad_score_weight || p.head_dim == 0) return;
   const bool per_head = additive.weight_head_stride != 0;
   const int64_t count = (per_head ? p.num_heads : 1) * p.head_dim;

@@ -92,8 +92,8 @@ struct RowTable {
 // Whether every query sees every key. A bias hides keys where it is -inf.
 inline bool hides_nothing(const AttentionParams& p) {
   const MaskParams& m = p.mask;
-  return !p.bool_mask.data && !p.bias.data && !p.blocks.rows.data && !m.key_lengths && !m.documents && !m.top_left && m.prefix < 0 && m.chunk == 0 && m.key_end >= p.seqlen_kv &&
-         m.window_left == kUnbounded && m.window_right == kUnbounded && m.limit_left == kUnbounded && m.limit_right == kUnbounded;
+  return !p.bool_mask.data && !p.bias.data && !p.blocks.rows.data && !m.key_lengths && !m.documents && !m.top_left && m.prefix < 0 && m.chunk == 0 &&
+         m.key_end >= p.seqlen_kv && m.window_left == kUnbounded && m.window_right == kUnbounded && m.limit_left == kUnbounded && m.limit_right == kUnbounded;
 }
 
 // `flags`: whether not_finite is wanted; without tensor cores hidden pairs are left out one by one.
