@@ -25,7 +25,7 @@ namespace {
 
 // Blocks of a multiprocessor that the registers must leave room for: unless told, ptxas aims at more, and spills.
 template <class Tile, class Product>
-constexpr int kWeightsBlocks = Tile::kTensorCores || !Product::kFewRegisters ? 2 : 3;
+constexpr int kWeightsBlocks = Tile::kTensorCores || !Product::kFewRegisters || sizeof(typename Tile::Real) == 8 ? 2 : 3;
 
 template <class Tile, class Product>
 __global__ void __launch_bounds__(Tile::kThreads, (kWeightsBlocks<Tile, Product>))
