@@ -101,7 +101,7 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None, dt
 def inverse_frequencies(dim: int, base: float | Tensor, device: torch.device | None) -> Tensor:
     """base ** (-2 i / dim) for i = 0 .. ceil(dim / 2) - 1, float64."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) * (-1 / dim)
-    return (base if isinstance(base, Tensor) else torch.tensor(base, dtype=torch.float64, device=device)) ** exponents
+    return (base if isinstance(base, Tensor) else torch.full((), base, dtype=torch.float64, device=device)) ** exponents
 
 
 def angles_of(positions: Tensor, frequencies: Tensor) -> Tensor:
