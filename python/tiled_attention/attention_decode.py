@@ -16,7 +16,7 @@ from .call import autocast_active, below_autograd, cast_for_autocast, check_numb
 from .library import ops
 from .lowering import lower
 from .masks import Mask
-from .rotary import RotaryEmbedding
+from .rotary import RotaryEmbedding, check_rotary
 
 NO_RING = -1  # `pinned` of a cache that is no ring
 
@@ -232,7 +232,7 @@ def decode(
     if sinks is not None:
         sinks = check_per_head("sinks", sinks, query.shape[-3], real)
     if rotary is not None:
-        after = 0 if new_key is None else new_key.shape[-2] if isinstance(new_key, Tensor) and new_key.dim() == 4 else 0
+        after = new_key.shape[-2] if isinstance(new_key, Tensor) and new_key.dim() == 4 else 0
         if new_key is not None:
             new_key = turn_new("new_key", new_key, cache_seqlens, rotary)
         query = turn_new("query", query, cache_seqlens + (after - query.shape[-2]), rotary)
@@ -283,8 +283,7 @@ def append(
 
 def turn_new(name: str, rows: Any, first: Tensor, rotary: Any) -> Tensor:
     """rows (batch, heads, n, head_dim) turned at first[b], first[b] + 1, ..."""
-    if not isinstance(rotary, RotaryEmbedding):
-        raise TypeError(f"rotary must be a RotaryEmbedding, got {type(rotary).__name__}")
+    check_rotary(rotary)
     if rotary.scaling is not None and rotary.scaling.kind == "dynamic":
         raise ValueError("rotary must have the same frequencies at every length, for a cache of turned keys, got dynamic scaling")
     rotary.check(name, rows)

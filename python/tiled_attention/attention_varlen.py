@@ -24,7 +24,7 @@ from .library import ops
 from .lowering import Lowered, lower
 from .mask_rules import make_plan
 from .masks import Mask
-from .rotary import RotaryEmbedding
+from .rotary import RotaryEmbedding, check_rotary
 from .seeds import draw_seed
 from .varlen_autograd import record_attention_varlen
 
@@ -241,10 +241,7 @@ def _prepare(
 
 def _tables(rotary: Any, query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """(total, rotary_dim) for the positions inside the sequences; offsets are not read here."""
-    if not isinstance(rotary, RotaryEmbedding):
-        raise TypeError(f"rotary must be a RotaryEmbedding, got {type(rotary).__name__}")
-    for name, tensor in (("query", query), ("key", key)):
-        rotary.check(name, tensor.transpose(0, 1))
+    check_rotary(rotary, query=query.transpose(0, 1), key=key.transpose(0, 1))
     if cu_seqlens_q.shape != cu_seqlens_kv.shape or cu_seqlens_q.shape[0] < 2:
         return None, None  # no sequences, or what the operator refuses
     sequences, places = [], []

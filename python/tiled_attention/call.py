@@ -18,7 +18,7 @@ from .library import ops
 from .lowering import lower
 from .masks import Mask
 from .relative_bias import RelativeBias
-from .rotary import RotaryEmbedding
+from .rotary import RotaryEmbedding, check_rotary
 from .seeds import draw_seed
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -215,10 +215,7 @@ def check_per_head(name: str, tensor: Any, num_heads: int, real: torch.dtype) ->
 
 
 def _tables(rotary: Any, query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> tuple[Tensor, Tensor]:
-    if not isinstance(rotary, RotaryEmbedding):
-        raise TypeError(f"rotary must be a RotaryEmbedding, got {type(rotary).__name__}")
-    rotary.check("query", query)
-    rotary.check("key", key)
+    check_rotary(rotary, query=query, key=key)
     return rotary.tables_for_call(query, key, query_offset)
 
 

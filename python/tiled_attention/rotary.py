@@ -299,6 +299,14 @@ class RotaryEmbedding(nn.Module):
         return f"{self.head_dim}, base={self.base:g}, interleaved={self.interleaved}{scaling}{partial}"
 
 
+def check_rotary(rotary: Any, **rows: Tensor) -> None:
+    """Errors name `rotary`, or one of `rows`, each (..., num_heads, seqlen, head_dim)."""
+    if not isinstance(rotary, RotaryEmbedding):
+        raise TypeError(f"rotary must be a RotaryEmbedding, got {type(rotary).__name__}")
+    for name, tensor in rows.items():
+        rotary.check(name, tensor)
+
+
 def _yarn_factor(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1.0
 
