@@ -17,7 +17,7 @@ const nameOfHead = () => nameOf(state.layer, state.head);
 
 function text(weight, smallest = 0) {
   if (weight === 0 && smallest > 0) return `< ${Number(smallest.toPrecision(1))}`;
-  if (weight >= 0.0095) return weight.toFixed(weight >= 0.095 ? 3 : 4);
+  if (weight >= 0.0095) return weight.toFixed(weight >= 0.09995 ? 3 : 4);
   return weight === 0 || weight >= 1e-4 ? String(Number(weight.toPrecision(2))) : weight.toExponential(1);
 }
 
