@@ -155,7 +155,7 @@ def test_map_answers_the_pointer(reader):
     check_row(reader, 3)
     assert reader.js("return document.getElementById('tip').hidden") is False
     assert float(reader.text("tip").split()[-1]) == pytest.approx(WEIGHTS[0, 0, 3, 7].item(), abs=5e-3)
-    canvas_pixel = "const [x, y] = arguments; return [...base.getContext('2d').getImageData(x, y, 1, 1).data]"
+    canvas_pixel = "const [x, y] = arguments; return [...document.getElementById('map').getContext('2d').getImageData(x, y, 1, 1).data]"
     ratio = reader.js("return window.devicePixelRatio")
     place = lambda start, size, index: round(ratio * (start + (index + 0.5) / count * size))
     cell = lambda i, j: reader.js(canvas_pixel, place(left, width, j), place(top, height, i))
