@@ -204,9 +204,12 @@ async function paintHeads() {
   Object.assign(sheet.style, { width: `${width}px`, height: `${height}px` });
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   pen.imageSmoothingEnabled = false;
-  if (page.causal) pen.fillStyle = hatch(pen);
+  const hidden = page.causal ? [style("--hidden"), hatch(pen)] : [];
   for (const { x, y, width, height, map } of thumbs) {
-    if (page.causal) pen.fillRect(x, y, width, height);
+    for (const fill of hidden) {
+      pen.fillStyle = fill;
+      pen.fillRect(x, y, width, height);
+    }
     Object.assign(one, { width: map.columns, height: map.rows });
     one.getContext("2d").putImageData(overviewImage(map, true), 0, 0);
     pen.drawImage(one, x, y, width, height);
