@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import tiled_attention as ta
 from test_record import Calls, check, randn, restored  # noqa: F401  (a fixture)
@@ -228,7 +229,9 @@ def test_what_cannot_be_read_is_counted():
     model = Calls(lambda x: ta.attention(x, x, x).sum())
     x = randn(1, 2, 3, 4)
     with (
-        pytest.warns(UserWarning, match="not all attention calls were recorded: 1 in a trace, a torch.func transform or a tensor subclass"),
+        pytest.warns(
+            UserWarning, match="not all attention calls were recorded: 1 in a trace, a torch.func transform or of a tensor subclass"
+        ),
         ta.record_attention(model) as recording,
     ):
         gradient = torch.func.grad(model)(x)
@@ -238,6 +241,16 @@ def test_what_cannot_be_read_is_counted():
     with pytest.warns(UserWarning, match="not all attention calls were recorded: 2 on meta$"), ta.record_attention(model) as recording:
         assert model(*3 * [x.to("meta")]).shape == model(*3 * [x.to("meta")]).shape
     assert len(recording) == 0
+
+
+def test_modes_of_others_see_no_more_than_before():
+    model, x = encoder().eval(), torch.randn(2, 6, 16)
+    counts = []
+    for inside in (contextlib.nullcontext, lambda: ta.record_attention(model)):
+        with FlopCounterMode(display=False) as counter, inside() as recording:
+            model(x)
+        counts.append(counter.get_flop_counts())
+    assert counts[0] == counts[1] and len(recording) == 2
 
 
 def test_recomputation_is_recorded_once():

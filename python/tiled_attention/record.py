@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .library import devices
-from .mask_checks import is_readable
 from .observers import Call, Shared, observers
 from .override import entries
 from .recorded import Indices, RecordedAttention, Recording, integers
@@ -42,9 +42,10 @@ class record_attention:
     given, and agree with the model's own up to its rounding.
 
     Not seen: attention that a model computes itself (Hugging Face's "eager", FlexAttention, flash_attn); `linear_attention` and
-    `lsh_attention`; calls inside torch.func transforms, traces and on devices that this package has no kernels for, which a warning
-    counts at the end. Functions of torch.compile run in eager mode meanwhile (`torch.compiler.set_stance("force_eager")`), in all threads.
-    Recomputation in a backward pass (`torch.utils.checkpoint`) is not recorded again.
+    `lsh_attention`; `torch.vmap` over F.scaled_dot_product_attention, and the weights of a scripted nn.MultiheadAttention. Other calls
+    inside torch.func transforms and traces, and on devices that this package has no kernels for, are counted by a warning at the end.
+    Functions of torch.compile run in eager mode meanwhile (`torch.compiler.set_stance("force_eager")`), in all threads. Recomputation in a
+    backward pass (`torch.utils.checkpoint`) is not recorded again.
 
     Args:
         model: any module. Only calls made inside its forward count.
@@ -187,7 +188,7 @@ class _Recorder:
             place == layer if isinstance(layer, int) else fnmatch.fnmatchcase(path, layer) for layer in self._layers
         ):
             return
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():
             name = path if count == 1 else f"{path}#{count}"
             arguments, lse = _one_row_per_query(module, call.arguments(), call.lse)
             recorded = RecordedAttention(name, arguments, lse, call.columns, self._heads, self._rows)
@@ -241,4 +242,5 @@ def _unreadable(tensor: Tensor) -> str:
         return f"on {tensor.device.type}"
     elif tensor.dtype not in _DTYPES:
         return f"in {tensor.dtype}"
-    return "" if is_readable(tensor, tensor.device.type) else "in a trace, a torch.func transform or a tensor subclass"
+    plain = type(tensor) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return "" if plain else "in a trace, a torch.func transform or of a tensor subclass"
