@@ -11,7 +11,6 @@ const TOP = 8;
 const shown = (token) => (token === "" ? "∅" : token.replaceAll("\n", "⏎").replaceAll("\t", "⇥"));
 const short = (token, most) => (shown(token).length > most ? shown(token).slice(0, most - 1) + "…" : shown(token));
 const known = () => !Number.isNaN(weights[0]) || weights.some((w) => !Number.isNaN(w));
-const isHidden = (i, j) => page.causal && j > i + aligned;
 const nameOf = (layer, head) => `${layers[layer].name || `layer ${layer}`}, head ${layers[layer].heads[head]}`;
 const nameOfHead = () => nameOf(state.layer, state.head);
 
