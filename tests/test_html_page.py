@@ -386,6 +386,10 @@ def test_long_texts_show_means_and_the_largest_weights(session, tmp_path, monkey
     table = reader.table()
     assert table[51:] == ["hidden"] * (length - 51) and "small" in table[:51]
     assert "largest weights of each row" in reader.text("accuracy")
+    reader.js("pin(550)")
+    low, high = reader.js("const box = queries.getBoundingClientRect(); return [box.top, box.bottom]")
+    assert low <= reader.js("return document.getElementById('q550').getBoundingClientRect().top") <= high
+    reader.js("pin(50)")
     reader.press("+", "+", "+")
     assert reader.js("return [layout.rows, layout.row]") == [75, 13]
     pixel = "const [x, y] = arguments; return [...document.getElementById('map').getContext('2d').getImageData(x, y, 1, 1).data]"

@@ -115,12 +115,18 @@ function look(query, key = null, spoken = false) {
 function pin(query, key = null) {
   state.pinned = state.pinned === query ? null : query;
   look(query, key, true);
+  reveal();
 }
 
 function move(query) {
   if (state.pinned !== null) state.pinned = Math.min(Math.max(query, 0), numQueries - 1);
   follow(Math.min(Math.max(query, 0), numQueries - 1));
   look(query, null, true);
+  reveal();
+}
+
+// The query's token into sight.
+function reveal() {
   const box = $("queries"), chip = chips.queries[state.query];
   if (chip.offsetTop < box.scrollTop) box.scrollTop = chip.offsetTop - 8;
   const under = chip.offsetTop + chip.offsetHeight - box.clientHeight;
