@@ -55,7 +55,7 @@ ALL = (
     "tests/test_rotary_attention.py",
     "tests/test_accuracy.py tests/test_linear_accuracy.py tests/test_additive_accuracy.py",
     "tests/test_compile.py tests/test_linear_compile.py",
-    "tests/test_sparse_masks.py",
+    "tests/test_sparse_masks.py tests/test_residues.py",
     "tests/test_library.py::TestLayout tests/test_library.py::TestEmptySizes",
 )
 
