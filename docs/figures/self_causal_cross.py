@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ("causal: itself and what came before", ta.attention_weights(english, english, scale=4.0, mask=ta.Causal()), ENGLISH),
         ("cross: another sequence's keys", ta.attention_weights(english, french, scale=4.0), FRENCH),
     )
-    figure, axes = pyplot.subplots(1, 3, figsize=(9, 3.4))
+    figure, axes = pyplot.subplots(1, 3, figsize=(9, 3.2), width_ratios=(7, 7, 8))
     for panel, (title, weights, keys) in zip(axes, panels, strict=True):
         shown = np.ma.masked_equal(weights[0].numpy(), 0)  # hidden pairs have weight 0 exactly, others more
         image = matrix(panel, shown, ENGLISH if panel is axes[0] else [""] * len(ENGLISH), keys)
