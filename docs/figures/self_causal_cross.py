@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import tiled_attention as ta
 import torch
+
+import tiled_attention as ta
 from _common import matrix, pyplot, save, start
 
-ENGLISH = "the white house is a white house".split()
-FRENCH = "la maison blanche est une belle maison blanche".split()
+ENGLISH = ["the", "white", "house", "is", "a", "white", "house"]
+FRENCH = ["la", "maison", "blanche", "est", "une", "belle", "maison", "blanche"]
 CONCEPTS = {"the": 0, "la": 0, "white": 1, "blanche": 1, "house": 2, "maison": 2, "is": 3, "est": 3, "a": 4, "une": 4, "belle": 5}
 
 
@@ -39,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     print("weights of the first house")
     for title, weights, keys in panels:
-        print(f"{title.split(':')[0]:7}" + "  ".join(f"{key} {weight:.3f}" for key, weight in zip(keys, weights[0, 2].tolist(), strict=True)))
+        print(
+            f"{title.split(':')[0]:7}" + "  ".join(f"{key} {weight:.3f}" for key, weight in zip(keys, weights[0, 2].tolist(), strict=True))
+        )
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import tiled_attention as ta
 import torch
-from _common import BLUE, RED, matrix, pyplot, save, start
 from matplotlib.colors import LogNorm
 from torch import Tensor
+
+import tiled_attention as ta
+from _common import BLUE, RED, matrix, pyplot, save, start
 
 SEQLEN, HEAD_DIM = 24, 16
 
