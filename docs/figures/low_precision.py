@@ -15,15 +15,14 @@ SEQLENS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def key_by_key(query: Tensor, key: Tensor, value: Tensor, accumulate: torch.dtype) -> Tensor:
-    """Softmax as one running sum over the keys; scores are float32, weights bfloat16, sums in `accumulate`."""
+    """Key by key: scores and exponentials are float32, the row sum `accumulate`, and products with the values of bfloat16 in float32."""
     scores = query.float() @ key.float().mT * HEAD_DIM**-0.5
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True)).bfloat16()
+    exponentials = torch.exp(scores - scores.amax(-1, keepdim=True))
     row_sum = torch.zeros(query.shape[:-1], dtype=accumulate)
     out = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32)
     for j in range(key.shape[-2]):
-        weight = weights[..., j]
-        row_sum += weight.to(accumulate)
-        out += weight.float()[..., None] * value[..., j : j + 1, :].float()
+        row_sum += exponentials[..., j].to(accumulate)
+        out += exponentials[..., j, None].bfloat16().float() * value[..., j : j + 1, :].float()
     return (out / row_sum[..., None].float()).bfloat16()
 
 

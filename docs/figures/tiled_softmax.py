@@ -99,7 +99,8 @@ def draw(result: Run) -> str:
     end = STEP * len(result.tiles) + HOLD
     movie = Animation(end)
     movie.text(24, 32, f"Softmax in tiles: one query, {KEYS} keys, {TILE} keys at a time", "title")
-    movie.text(24, 54, "Bars: exp(score \u2212 running maximum). A new maximum shrinks every bar so far, the sum and the output by one factor.", "note")
+    note = "Bars: exp(score \u2212 running maximum). A new maximum shrinks every bar so far, the sum and the output by one factor."
+    movie.text(24, 54, note, "note")
 
     for t in range(len(result.tiles)):
         x, start = LEFT + SLOT * TILE * t, STEP * t
@@ -133,7 +134,8 @@ def draw(result: Run) -> str:
         text = f"\u00d7 {number(tile.factor)}" if tile.factor < 1 else "\u00d7 1: the maximum stays"
         movie.text(x, BASE - TALL - 8, text, "middle factor", (STEP * t + 0.4, STEP * t + 2.4), f"factor{t}")
 
-    columns = [(190, "maximum of tile"), (352, "running maximum m"), (460, "factor"), (578, "row sum \u2113"), (710, "output o"), (838, "o / \u2113")]
+    names = ("maximum of tile", "running maximum m", "factor", "row sum \u2113", "output a", "a / \u2113")
+    columns = list(zip((190, 352, 460, 578, 710, 838), names))
     top = BASE + 84
     for x, name in columns:
         movie.text(x, top, name, "end label")
@@ -153,8 +155,9 @@ def draw(result: Run) -> str:
     movie.add(f'<path d="M24 {y - 22}H{WIDTH - 24}" stroke="{GREY}" stroke-dasharray="2 3"/>')
     last = result.tiles[-1]
     lse = f"m + log \u2113 = {number(last.row_max + math.log(last.row_sum))}"
-    movie.text(24, y, f"ta.attention, all at once: lse = {number(result.lse)}, out = {number(result.out)}", "label", (start + 0.3, end), "all")
-    movie.text(838, y, f"{lse} and o / \u2113 = {number(last.acc / last.row_sum)}", "end number strong", (start + 0.9, end), "same")
+    whole = f"ta.attention, all at once: lse = {number(result.lse)}, out = {number(result.out)}"
+    movie.text(24, y, whole, "label", (start + 0.3, end), "all")
+    movie.text(838, y, f"{lse} and a / \u2113 = {number(last.acc / last.row_sum)}", "end number strong", (start + 0.9, end), "same")
 
     moving = f"animation-duration:{end:g}s;animation-iteration-count:{LOOPS};animation-timing-function:linear;animation-fill-mode:forwards"
     style = f"""text{{font:15px system-ui,'DejaVu Sans',sans-serif;fill:{INK}}}
@@ -180,9 +183,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     (out / "tiled_softmax.svg").write_text(draw(result))
     print("tile  max of tile  running max  factor  row sum  output  output / sum")
     for t, tile in enumerate(result.tiles, 1):
-        print(
-            f"{t:4} {tile.tile_max:12.3f} {tile.row_max:12.3f} {tile.factor:7.3f} {tile.row_sum:8.3f} {tile.acc:7.3f} {tile.acc / tile.row_sum:13.3f}"
-        )
+        maxima = f"{t:4} {tile.tile_max:12.3f} {tile.row_max:12.3f} {tile.factor:7.3f}"
+        print(f"{maxima} {tile.row_sum:8.3f} {tile.acc:7.3f} {tile.acc / tile.row_sum:13.3f}")
     last = result.tiles[-1]
     print(f"log of the sum: {last.row_max + math.log(last.row_sum):.3f}; ta.attention: lse {result.lse:.3f}, out {result.out:.3f}")
 
