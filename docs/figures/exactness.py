@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in ("SDPA math", "SDPA flash"):
             distance = (found[name] - found["ta.attention"]).norm() / exact.norm()
             between.setdefault(f"{name} to ta.attention", []).append(distance.item())
+        distance = (found["SDPA math"] - found["SDPA flash"]).norm() / exact.norm()
+        between.setdefault("SDPA math to SDPA flash", []).append(distance.item())
         errors.setdefault("exact, rounded to float32", []).append(((exact.float() - exact).norm() / exact.norm()).item())
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.3))
