@@ -130,9 +130,9 @@ def draw(result: Run) -> str:
     movie.text(LEFT - 10, BASE - TALL + 5, "1", "end label")
     movie.add(f'<path d="M{LEFT - 6} {BASE - TALL}h6" stroke="{INK}"/>')
     for t, tile in enumerate(result.tiles[1:], 1):
-        x = LEFT + SLOT * TILE * t / 2 - 8
+        middle = LEFT + SLOT * TILE * t / 2 - 8
         text = f"\u00d7 {number(tile.factor)}" if tile.factor < 1 else "\u00d7 1: the maximum stays"
-        movie.text(x, BASE - TALL - 8, text, "middle factor", (STEP * t + 0.4, STEP * t + 2.4), f"factor{t}")
+        movie.text(middle, BASE - TALL - 8, text, "middle factor", (STEP * t + 0.4, STEP * t + 2.4), f"factor{t}")
 
     names = ("maximum of tile", "running maximum m", "factor", "row sum \u2113", "output a", "a / \u2113")
     columns = list(zip((190, 352, 460, 578, 710, 838), names))
@@ -153,11 +153,11 @@ def draw(result: Run) -> str:
             movie.text(x, y, cell, "end number" + strong, (start + time, end), f"cell{t}x{x}")
     y, start = top + 34 + 27 * len(result.tiles) + 8, STEP * len(result.tiles)
     movie.add(f'<path d="M24 {y - 22}H{WIDTH - 24}" stroke="{GREY}" stroke-dasharray="2 3"/>')
-    last = result.tiles[-1]
-    lse = f"m + log \u2113 = {number(last.row_max + math.log(last.row_sum))}"
+    final = result.tiles[-1]
+    lse = f"m + log \u2113 = {number(final.row_max + math.log(final.row_sum))}"
     whole = f"ta.attention, all at once: lse = {number(result.lse)}, out = {number(result.out)}"
     movie.text(24, y, whole, "label", (start + 0.3, end), "all")
-    movie.text(838, y, f"{lse} and a / \u2113 = {number(last.acc / last.row_sum)}", "end number strong", (start + 0.9, end), "same")
+    movie.text(838, y, f"{lse} and a / \u2113 = {number(final.acc / final.row_sum)}", "end number strong", (start + 0.9, end), "same")
 
     moving = f"animation-duration:{end:g}s;animation-iteration-count:{LOOPS};animation-timing-function:linear;animation-fill-mode:forwards"
     style = f"""text{{font:15px system-ui,'DejaVu Sans',sans-serif;fill:{INK}}}

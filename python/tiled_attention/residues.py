@@ -302,7 +302,7 @@ def _gradients(
             results = [rows[0], split[0], rows[1], split[1], rows[2]]
         grad_rows, grad_lse_rows, *rest = (None if x is None else x.contiguous() if i in (1, 3) else x for i, x in enumerate(results))
         if at and in_place:
-            slopes = args.alibi_slopes.new_zeros(args.alibi_slopes.shape) if by_slopes else None
+            slopes = torch.zeros_like(total[3]) if by_slopes else None
             grads = [None if grad is None else _split(grad, step, 0) for grad in total[:3]]
             ops._attention_bwd_add_(grad_rows, grad_lse_rows, *part, *rest, *grads, slopes)
             if by_slopes:
