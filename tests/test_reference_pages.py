@@ -16,10 +16,13 @@ from tiled_attention.counts import Flops, Memory
 from tiled_attention.integrations.transformers import register
 
 PAGES = sorted((Path(__file__).resolve().parent.parent / "docs/reference").glob("*.md"))
-ENTRY = re.compile(r"^::: tiled_attention\.(\S+)\n(?: {4}options:\n {6}members: \[(.*)\]\n)?", re.MULTILINE)
+ENTRY = re.compile(r"^::: tiled_attention\.(\S+)\n(?: {4}options:\n((?: {6}.*\n)*))?", re.MULTILINE)
 # Name -> the methods that its page shows; None: all of its own. A function is named with its module where both have the same name.
 GENERATED = [
-    (re.sub(r"^(\w+)\.\1$", r"\1", match[1]), None if match[2] is None else re.findall(r"\w+", match[2])) for page in PAGES for match in ENTRY.finditer(page.read_text() + "\n")
+    (re.sub(r"^(\w+)\.\1$", r"\1", match[1]), shown and re.findall(r"\w+", shown[1]))
+    for page in PAGES
+    for match in ENTRY.finditer(page.read_text() + "\n")
+    for shown in [re.search(r"members: \[(.*)\]", match[2] or "")]
 ]
 # Definitions take the arguments of the operators whose names they carry, and are documented by the formula that they are.
 DEFINITIONS = (ta.reference, ta.numpy_reference)
@@ -58,7 +61,12 @@ for _name, _shown in GENERATED:
 
 def parameters(target: Callable[..., Any]) -> set[str]:
     """Names that a caller can give; of a class those of its constructor."""
-    if inspect.isclass(target) and "__init__" not in vars(target) and not issubclass(target, tuple) and not hasattr(target, "__dataclass_fields__"):
+    if (
+        inspect.isclass(target)
+        and "__init__" not in vars(target)
+        and not issubclass(target, tuple)
+        and not hasattr(target, "__dataclass_fields__")
+    ):
         return set()
     return {name for name in inspect.signature(target).parameters if name not in ("self", "cls")}
 
@@ -70,7 +78,9 @@ def section(docstring: str, title: str) -> str | None:
 
 def named(entries: str) -> set[str]:
     """Names that the entries of a section describe."""
-    return {name.strip(" *") for entry in re.findall(r"^ {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*):", entries, re.MULTILINE) for name in entry.split(",")}
+    return {
+        name.strip(" *") for entry in re.findall(r"^ {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*):", entries, re.MULTILINE) for name in entry.split(",")
+    }
 
 
 def test_the_pages_name_what_exists_once():

@@ -1,8 +1,8 @@
 """Checks the built documentation: `check_site.py FOLDER`.
 
-Every link, picture, script and style sheet that stays inside the site leads to a file, every #anchor to an element of that page, no element has
-the id of another, and nothing but a link that a reader follows points out of the site, where it must be a well-formed address. Nothing is
-fetched. Prints the counts and each problem; exits with 1 if there is one.
+Every link, picture, script and style sheet that stays inside the site leads to a file, every #anchor to an element of that page, no element
+has the id of another, and nothing but a link that a reader follows points out of the site, where it must be a well-formed address. Nothing
+is fetched. Prints the counts and each problem; exits with 1 if there is one.
 """
 
 import re
@@ -80,7 +80,9 @@ def check_site(site: Path) -> tuple[list[str], int, int]:
             elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].ids:
                 problems.append(f"{where}: {address}: {target.relative_to(root)} has no element with that id")
     for path, page in pages.items():
-        problems += [f"{path.relative_to(root)}: the id {name} stands twice" for name in sorted({i for i in page.ids if page.ids.count(i) > 1})]
+        problems += [
+            f"{path.relative_to(root)}: the id {name} stands twice" for name in sorted({i for i in page.ids if page.ids.count(i) > 1})
+        ]
     return problems, len(pages), count
 
 

@@ -31,8 +31,8 @@ class AdditiveAttention(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        TypeError, ValueError: for sizes that are not positive integers, a `hidden_dim` that `num_heads` does not divide, a `dropout` outside
-            [0, 1].
+        TypeError, ValueError: for sizes that are not positive integers, a `hidden_dim` that `num_heads` does not divide, a `dropout`
+            outside [0, 1].
     """
 
     def __init__(

@@ -30,7 +30,8 @@ def rewrite(text: str) -> str:
 
     def close_entry() -> None:
         for name in names:
-            lines.extend([f"    {name}:{entry[0]}", *entry[1:]])
+            first = entry[0].replace(" >", " \\>", 1) if entry[0].startswith(" >") else entry[0]  # "> 0" is no quotation
+            lines.extend([f"    {name}:{first}", *entry[1:]])
         names.clear()
         entry.clear()
 
