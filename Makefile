@@ -129,7 +129,7 @@ bench: $(COMPARE)
 
 # Strict: a warning is an error. Nothing is fetched, neither here nor by the built pages.
 docs: $(STAMPS)/docs.txt
-	NO_MKDOCS_2_WARNING=1 $(ENV_PYTHON) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(ENV_PYTHON) -m mkdocs build --strict
 	$(ENV_PYTHON) tools/check_site.py build/site
 
 # What a user installs: a wheel built from the sdist, run outside this folder in an environment that has only its dependencies.
