@@ -197,3 +197,13 @@ def test_every_operator_has_every_dtype(operator: str, dtype: str):
     assert out.dtype == DTYPES[dtype]
     error = (out.double() - exact).abs().max() / exact.abs().max()
     assert error < 16 * torch.finfo(DTYPES[dtype]).eps
+
+
+def test_the_results_are_those_of_the_list():
+    """Every number of the README's results stands in the measured list that it names."""
+    measured = (Path(__file__).resolve().parent.parent / "benchmarks/results/zen4_2_cores.md").read_text()
+    _, rows = table("call")
+    numbers = [number for row in rows.values() for number in re.findall(r"\d+(?:\.\d+)?", " ".join(row[1:]))]
+    assert len(numbers) > 20
+    for number in [*numbers, "60 MiB", "8.6 us"]:
+        assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]\d)", measured), number
