@@ -26,8 +26,6 @@ GENERATED = [
 ]
 # Made by functions of this package, not by a caller.
 MADE_HERE = (Conversion, ta.RecordedAttention, ta.Recording, ta.plot.Page)
-# Definitions take the arguments of the operators whose names they carry, and are documented by the formula that they are.
-DEFINITIONS = (ta.reference, ta.numpy_reference)
 # What public functions return or take, without a place in the namespace.
 BESIDE: dict[str, Any] = {
     "convert.Conversion": Conversion,
@@ -54,6 +52,7 @@ for _name in ta.__all__:
     else:
         PUBLIC[_name] = _member
 
+# Definitions take the arguments of the operators whose names they carry, and are documented by the formula that they are.
 CALLABLES: dict[str, Any] = {name: member for name, member in PUBLIC.items() if not re.match(r"(numpy_)?reference\.|counts\.", name)}
 for _name, _shown in GENERATED:
     if inspect.isclass(_member := PUBLIC.get(_name)):
@@ -87,6 +86,13 @@ def named(entries: str) -> set[str]:
 
 def test_the_pages_name_what_exists_once():
     assert sorted(name for name, _ in GENERATED) == sorted(PUBLIC)
+
+
+def test_the_index_links_every_entry():
+    index = (PAGES[0].parent / "index.md").read_text()
+    for page in PAGES:
+        for name in ENTRY.findall(page.read_text() if page.name != "definitions.md" else ""):
+            assert f"({page.name}#tiled_attention.{name[0]})" in index or name[0].startswith("counts.") or "Conversion" in name[0]
 
 
 @pytest.mark.parametrize("name", CALLABLES)
