@@ -18,8 +18,8 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 # Column of the matrix -> operator.
 OPERATORS: dict[str, Callable[..., Any]] = {
     "attention": ta.attention,
-    "attention_varlen": ta.attention_varlen,
-    "attention_decode": ta.attention_decode,
+    "varlen": ta.attention_varlen,
+    "decode": ta.attention_decode,
     "additive": ta.additive_attention,
     "luong": ta.luong_attention,
     "gaussian": ta.gaussian_attention,
@@ -51,12 +51,12 @@ def arguments(
 
     query = tensor(*lead, HEADS, ROWS, DIM)
     key, value = tensor(*lead, heads_kv, ROWS, DIM), tensor(*lead, heads_kv, ROWS, dim_v)
-    if operator == "attention_varlen":
+    if operator == "varlen":
         if len(lead) == 1:
             query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         offsets = torch.tensor([0, 2, ROWS], dtype=torch.int32)
         return dict(query=query, key=key, value=value, cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=4, max_seqlen_kv=4)
-    if operator == "attention_decode":
+    if operator == "decode":
         lengths = torch.full((1,), ROWS, dtype=torch.int32)
         return dict(query=query[..., -2:, :], key_cache=key, value_cache=value, cache_seqlens=lengths)
     if operator == "lsh":
@@ -116,7 +116,7 @@ def gradients(operator: str) -> None:
 
 def second_gradients(operator: str) -> None:
     call = arguments(operator, torch.float64)
-    value = call["value_cache" if operator == "attention_decode" else "value"].requires_grad_()
+    value = call["value_cache" if operator == "decode" else "value"].requires_grad_()
     (grad,) = torch.autograd.grad(run(operator, call).square().sum(), value, create_graph=True)
     (second,) = torch.autograd.grad(grad.square().sum(), value)
     assert second.isfinite().all() and second.abs().max() > 0
@@ -142,10 +142,8 @@ SEEN = torch.rand(ROWS, ROWS, generator=torch.Generator().manual_seed(1)) < 0.7
 LAST_HIDDEN = torch.arange(ROWS) < ROWS - 1
 # Row of the matrix -> what tries it, given the operator.
 TRIALS: dict[str, Trial | list[Trial]] = {
-    "masks of intervals: `Causal`, windows, prefixes, chunks, `Sinks`, lengths, documents": [
-        partial(given, "mask", mask) for mask in INTERVALS
-    ],
-    "patterns: `Strided`, `Dilated`, `Global`, `RandomBlocks`, `BlockSparse`": [partial(given, "mask", mask) for mask in PATTERNS],
+    "masks of intervals": [partial(given, "mask", mask) for mask in INTERVALS],
+    "patterns": [partial(given, "mask", mask) for mask in PATTERNS],
     "mask of bools": partial(given, "mask", SEEN),
     "`causal=`": partial(given, "causal", True),
     "`key_mask=`": partial(given, "key_mask", LAST_HIDDEN),
