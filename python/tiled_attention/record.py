@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import sys
 import threading
 import warnings
 from collections import Counter
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .library import devices
-from .mask_checks import is_readable
 from .observers import Call, Shared, observers
 from .override import entries
 from .recorded import Indices, RecordedAttention, Recording, integers
@@ -41,9 +40,10 @@ class record_attention:
     given, and agree with the model's own up to its rounding.
 
     Not seen: attention that a model computes itself (Hugging Face's "eager", FlexAttention, flash_attn); `linear_attention` and
-    `lsh_attention`; calls inside torch.func transforms, traces and on devices that this package has no kernels for, which a warning
-    counts at the end. Functions of torch.compile run in eager mode meanwhile (`torch.compiler.set_stance("force_eager")`), in all threads.
-    Recomputation in a backward pass (`torch.utils.checkpoint`) is not recorded again.
+    `lsh_attention`; `torch.vmap` over F.scaled_dot_product_attention, and the weights of a scripted nn.MultiheadAttention. Other calls
+    inside torch.func transforms and traces, and on devices that this package has no kernels for, are counted by a warning at the end.
+    Functions of torch.compile run in eager mode meanwhile (`torch.compiler.set_stance("force_eager")`), in all threads. Recomputation in a
+    backward pass (`torch.utils.checkpoint`) is not recorded again.
 
     Args:
         model: any module. Only calls made inside its forward count.
@@ -96,8 +96,15 @@ class record_attention:
 def _install(undo: ExitStack) -> None:
     entries.enter()
     undo.callback(entries.leave)
-    if "torch._dynamo" in sys.modules:
-        undo.enter_context(torch.compiler.set_stance("force_eager"))
+    undo.enter_context(torch.compiler.set_stance("force_eager"))
+    # Compiled modules warn of global hooks: that they run twice, which those of a recording may.
+    warnings.filterwarnings("ignore", "Using `torch.compile.* when there are global hooks", UserWarning)
+    undo.callback(_forget_filter, warnings.filters[0])
+
+
+def _forget_filter(added: Any) -> None:
+    if added in warnings.filters:  # others may have replaced them all
+        warnings.filters.remove(added)  # type: ignore[attr-defined]
 
 
 _watch = Shared(_install)
@@ -166,7 +173,7 @@ class _Recorder:
         if not stack or torch._C._current_graph_task_id() != -1:  # in a backward pass: recomputation
             return
         module = stack[-1]
-        if isinstance(module, nn.TransformerEncoderLayer):  # its fast path goes past the module that attends
+        if isinstance(module, nn.TransformerEncoderLayer) and module.self_attn in self._paths:  # its fast path goes past what attends
             module = module.self_attn
         path = self._paths[module]
         reason = _unreadable(call.query) or _unreadable(call.key)
@@ -180,10 +187,25 @@ class _Recorder:
             place == layer if isinstance(layer, int) else fnmatch.fnmatchcase(path, layer) for layer in self._layers
         ):
             return
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():
             name = path if count == 1 else f"{path}#{count}"
-            recorded = RecordedAttention(name, call.arguments(), call.lse, call.columns, self._heads, self._rows)
+            arguments, lse = _one_row_per_query(module, call.arguments(), call.lse)
+            recorded = RecordedAttention(name, arguments, lse, call.columns, self._heads, self._rows)
         self.recording._calls.append(recorded)
+
+
+def _one_row_per_query(module: nn.Module, call: Any, lse: Tensor | None) -> tuple[Any, Tensor | None]:
+    """transformers' "sdpa" gives the grouped heads of a single query as the rows of its key/value head: heads again."""
+    groups, config = getattr(module, "num_key_value_groups", 1), getattr(module, "config", None)
+    *batch, heads, rows, head_dim = call.query.shape
+    if groups < 2 or rows != groups or heads * groups != getattr(config, "num_attention_heads", 0) or call.intervals:
+        return call, lse
+    changes = {"query": call.query.reshape(*batch, heads * groups, 1, head_dim)}
+    for name in ("mask", "bias"):
+        tensor = getattr(call, name)
+        if tensor is not None and tensor.shape[-2] > 1:
+            changes[name] = tensor.flatten(-3, -2).unsqueeze(-2)
+    return call._replace(**changes), None if lse is None else lse.flatten(-2)[..., None]
 
 
 def _paths(model: nn.Module) -> dict[nn.Module, str]:
@@ -219,4 +241,5 @@ def _unreadable(tensor: Tensor) -> str:
         return f"on {tensor.device.type}"
     elif tensor.dtype not in _DTYPES:
         return f"in {tensor.dtype}"
-    return "" if is_readable(tensor, tensor.device.type) else "in a trace, a torch.func transform or a tensor subclass"
+    plain = type(tensor) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return "" if plain else "in a trace, a torch.func transform or of a tensor subclass"
