@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, overload
 
 import torch
@@ -160,7 +161,7 @@ def attention(
             out, lse = forward(args if pattern is None else prepare(query, key, value, mask, *options))
         if not torch.compiler.is_compiling() and observers:
             scores = (mask, bias, scale, softcap, alibi_slopes, sinks, 0.0, None, query_offset, rotary)
-            tell(Call(query, key, lambda: prepare(query, key, None, *scores), lse))
+            tell(Call(query, key, partial(prepare, query, key, None, *scores), lse))
     return (out, lse) if return_lse else out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -253,7 +254,7 @@ def decode(
             out, lse = _run(*args)
         if observers:
             lengths, options = cache_seqlens + num_new, (scale, softcap or None, alibi_slopes, sinks)
-            tell(Call(query, key_cache, lambda: _gathered(query, key_cache, lengths, page_table, mask, pinned, options), lse))
+            tell(Call(query, key_cache, partial(_gathered, query, key_cache, lengths, page_table, mask, pinned, options), lse))
     return (out, lse) if return_lse else out
 
 

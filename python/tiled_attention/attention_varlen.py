@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -153,7 +154,7 @@ def attention_varlen(
     )
     out, lse = forward_varlen(args)
     if not torch.compiler.is_compiling() and observers:
-        tell(Call(query, key, lambda: _padded(args, mask)))
+        tell(Call(query, key, partial(_padded, args, mask)))
     return (out, lse) if return_lse else out
 
 

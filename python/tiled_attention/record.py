@@ -47,8 +47,8 @@ class record_attention:
 
     Args:
         model: any module. Only calls made inside its forward count.
-        layers: which modules to record: their place in the order in which modules of the model first attend (0, 1, ...), or their name, or
-            a pattern of it ("decoder.*", as in fnmatch); one or several. None: all.
+        layers: which modules to record: their place in the order in which modules of the model first attend (0, 1, ...), or their name or
+            that of a module around them, or a pattern of it ("decoder.layers.[0-3]", as in fnmatch); one or several. None: all.
         heads: indices of the query heads to record, one or several, negative ones count from the end. None: all.
         rows: indices of queries likewise. Their weights are computed when the call ends, and nothing else is kept. None: a copy of query
             and keys is kept, of size O(seqlen), and any weights can be asked for later.
@@ -58,7 +58,8 @@ class record_attention:
 
     Raises:
         TypeError, ValueError: naming model, layers, heads or rows: at once where they cannot be right for any call, out of the model's
-            forward where an index is out of range for a call, at the end of the block where `layers` asks for more modules than attended.
+            forward where an index is out of range for a call, at the end of the block where `layers` asks for a module that did
+            not attend.
 
     Warns where nothing was recorded.
     """
@@ -74,8 +75,7 @@ class record_attention:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
         self._model = model
-        self._paths = _paths(model)
-        self._layers = None if layers is None else _check_layers(layers, list(self._paths.values()))
+        self._layers = None if layers is None else _check_layers(layers, list(_paths(model).values()))
         self._heads = None if heads is None else integers("heads", heads)
         self._rows = None if rows is None else integers("rows", rows)
         self._running: list[_Recorder] = []
@@ -149,9 +149,10 @@ class _Recorder:
                 hint = ': its "eager" attention is not seen, model.set_attn_implementation("sdpa") is' if eager else ""
                 warnings.warn(f"record_attention: no attention call of {type(self._model).__name__} was seen{hint}", stacklevel=3)
             return
-        largest = max((layer for layer in self._layers or () if isinstance(layer, int)), default=-1)
-        if largest >= len(self._seen):
-            raise ValueError(f"layers: expected indices below {len(self._seen)}, the number of modules that attended, got {largest}")
+        paths = list(self._seen)
+        for layer in self._layers or ():
+            if not any(_is_meant(layer, path, place) for place, path in enumerate(paths)):
+                raise ValueError(f"layers: expected some of the {len(paths)} modules that attended, {paths}, got {layer!r}")
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if module in self._paths:
@@ -183,9 +184,7 @@ class _Recorder:
                 return
             self._seen[path] += 1
             count, place = self._seen[path], list(self._seen).index(path)
-        if self._layers is not None and not any(
-            place == layer if isinstance(layer, int) else fnmatch.fnmatchcase(path, layer) for layer in self._layers
-        ):
+        if self._layers is not None and not any(_is_meant(layer, path, place) for layer in self._layers):
             return
         with torch.no_grad(), _disable_current_modes():
             name = path if count == 1 else f"{path}#{count}"
@@ -202,7 +201,7 @@ def _one_row_per_query(module: nn.Module, call: Any, lse: Tensor | None) -> tupl
         return call, lse
     changes = {"query": call.query.reshape(*batch, heads * groups, 1, head_dim)}
     for name in ("mask", "bias"):
-        tensor = getattr(call, name)
+        tensor = getattr(call, name, None)
         if tensor is not None and tensor.shape[-2] > 1:
             changes[name] = tensor.flatten(-3, -2).unsqueeze(-2)
     return call._replace(**changes), None if lse is None else lse.flatten(-2)[..., None]
@@ -233,6 +232,13 @@ def _check_layers(layers: Any, paths: list[str]) -> tuple[int | str, ...]:
     return layers
 
 
+def _is_meant(layer: int | str, path: str, place: int) -> bool:
+    """By its place, or by a pattern of its path or of that of a module around it."""
+    if isinstance(layer, int):
+        return layer == place
+    return fnmatch.fnmatchcase(path, layer) or fnmatch.fnmatchcase(path, f"{layer}.*")
+
+
 def _unreadable(tensor: Tensor) -> str:
     """Why weights cannot be computed from it; "" where they can."""
     if tensor.is_nested and type(tensor) is Tensor:
@@ -242,4 +248,5 @@ def _unreadable(tensor: Tensor) -> str:
     elif tensor.dtype not in _DTYPES:
         return f"in {tensor.dtype}"
     plain = type(tensor) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    plain = plain and not torch._C._is_tracing()
     return "" if plain else "in a trace, a torch.func transform or of a tensor subclass"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ def _general(
     query, key, value, mask, bias = as_attention(query, key, value, attn_mask, bool(is_causal), enable_gqa)
     out, lse = forward(prepare(query, key, value, mask, bias, scale, None, None, None, dropout_p, None, None))
     if not torch.compiler.is_compiling() and observers:
-        tell(Call(query, key, lambda: prepare(query, key, None, mask, bias, scale, None, None, None, 0.0, None, None), lse))
+        tell(Call(query, key, partial(prepare, query, key, None, mask, bias, scale, None, None, None, 0.0, None, None), lse))
     return out[0] if rank == 2 else out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def attention_with_weights(
     out, lse = forward(args)
     if not torch.compiler.is_compiling() and observers:
         scores = (mask, bias, scale, softcap, alibi_slopes, sinks, 0.0, None, query_offset, rotary)
-        tell(Call(query, key, lambda: prepare(query, key, None, *scores), lse))
+        tell(Call(query, key, partial(prepare, query, key, None, *scores), lse))
     return out, weights_of(args, lse, rows=rows, average=average)
 
 
