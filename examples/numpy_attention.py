@@ -250,17 +250,27 @@ def draw(inputs: list[Array], path: Path) -> None:
     from matplotlib import pyplot
 
     query, key, value = (x[0, 0, :24] for x in inputs)
-    figure, axes = pyplot.subplots(1, 4, figsize=(14, 3.6), layout="constrained")
-    for place, (name, (visible, _)) in zip(axes, masks(len(query)).items()):
-        shown = None if visible is None else torch.from_numpy(visible.copy())
-        ta.plot.heatmap(torch.from_numpy(attention(query, key, value, visible)[1]), mask=shown, axes=place, title=name)
+    kinds = masks(len(query))
+    seen = [np.ones((len(query), len(query)), dtype=bool) if visible is None else visible for visible, _ in kinds.values()]
+    weights = np.stack([attention(query, key, value, visible)[1] for visible in seen])
+    figure, places = pyplot.subplots(1, len(seen), figsize=(14, 3.6), layout="constrained", squeeze=False)
+    ta.plot.heatmap(weights, mask=torch.from_numpy(np.stack(seen)), axes=places)
+    for place, name in zip(places[0], kinds):
+        place.set_title(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
 def run(
-    *, batch: int = 2, num_heads: int = 4, seqlen: int = 256, head_dim: int = 64, seed: int = 0, out: Path | None = None, progress: bool = False
+    *,
+    batch: int = 2,
+    num_heads: int = 4,
+    seqlen: int = 256,
+    head_dim: int = 64,
+    seed: int = 0,
+    out: Path | None = None,
+    progress: bool = False,
 ) -> Outcome:
     """Compares all masks, one head function and module; draws the weights into the folder `out`, if there is one.
 

@@ -109,13 +109,15 @@ def draw(result: Result, path: Path) -> None:
     """The weights of each head, blanks down, symbols across."""
     from matplotlib import pyplot
 
-    num_heads, n, _ = result.weights.shape
-    figure, places = pyplot.subplots(1, num_heads, figsize=(3.2 * num_heads, 3.4), layout="constrained", squeeze=False)
+    n = result.weights.shape[-1]
+    figure, places = pyplot.subplots(
+        1, len(result.weights), figsize=(3 * len(result.weights) + 1, 3.4), layout="constrained", squeeze=False
+    )
     symbols, blanks = [f"x{j}" for j in range(n)], [f"_{i}" for i in range(n)]
-    for head, place in enumerate(places[0]):
-        title = f"head {head}: {result.head_shares[head]:.0%} where it has to look"
-        ta.plot.heatmap(result.weights[head], tokens=blanks, key_tokens=symbols, axes=place, title=title)
-    figure.suptitle(f"{result.task}: {result.exact:.1%} of unseen sequences exact")
+    ta.plot.heatmap(result.weights, tokens=blanks, key_tokens=symbols, axes=places)
+    for head, (place, share) in enumerate(zip(places[0], result.head_shares)):
+        place.set_title(f"head {head}: {share:.0%} where it has to look", fontsize=9)
+    figure.suptitle(f"{result.task}: {result.exact:.1%} of unseen sequences exact", fontsize=11)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
