@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -60,18 +61,20 @@ class SelfAttention(nn.Module):
 class Block(nn.Module):
     def __init__(self, dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
+        self.attention_norm, self.feed_forward_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.attention = SelfAttention(dim, num_heads)
         self.feed_forward = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, cache: ta.KVCache | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.norms[0](x), cache))
-        return x + self.dropout(self.feed_forward(self.norms[1](x)))
+        x = x + self.dropout(self.attention(self.attention_norm(x), cache))
+        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
 
 class CharacterModel(nn.Module):
     """Predicts the next character."""
+
+    blocks: Any  # nn.ModuleList of Block
 
     def __init__(self, num_characters: int, *, dim: int, num_heads: int, num_layers: int, dropout: float) -> None:
         super().__init__()
@@ -84,15 +87,15 @@ class CharacterModel(nn.Module):
     def forward(self, characters: Tensor, caches: Sequence[ta.KVCache] | None = None) -> Tensor:
         """(batch, seqlen) -> logits (batch, seqlen, num_characters)."""
         x = self.dropout(self.character(characters))
-        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks)):
-            x = block(x, cache)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, None if caches is None else caches[layer])
         return self.head(self.norm(x))
 
     def weights(self, characters: Tensor) -> Tensor:
         """(batch, seqlen) -> (num_layers, batch, num_heads, seqlen, seqlen)."""
         x, found = self.character(characters), []
         for block in self.blocks:
-            found.append(block.attention.weights(block.norms[0](x)))
+            found.append(block.attention.weights(block.attention_norm(x)))
             x = block(x)
         return torch.stack(found)
 
@@ -154,8 +157,7 @@ def previous_share(model: CharacterModel, pieces: Tensor) -> Tensor:
 def write(model: CharacterModel, alphabet: list[str], length: int, window: int, temperature: float, generator: torch.Generator) -> str:
     """`length` characters, each drawn from what the model expects, over caches that keep the last `window` of them."""
     attention = model.eval().blocks[0].attention
-    head_dim = attention.rotary.head_dim
-    caches = [ta.KVCache(1, attention.num_heads, window, head_dim, window=window) for _ in model.blocks]
+    caches = [ta.KVCache(1, attention.num_heads, window, attention.rotary.head_dim, window=window) for _ in model.blocks]
     character = torch.tensor([[alphabet.index("\n")]])
     written = []
     for _ in range(length):
@@ -168,16 +170,14 @@ def write(model: CharacterModel, alphabet: list[str], length: int, window: int, 
 @torch.no_grad()
 def draw(model: CharacterModel, piece: Tensor, alphabet: list[str], path: Path) -> None:
     """Layer 0, head 0, on the beginning of one piece."""
-    from matplotlib import pyplot
-
     shown = piece[:SHOWN]
     tokens = [{" ": "·", "\n": "\\n"}.get(alphabet[code], alphabet[code]) for code in shown]
     weights = model.eval().weights(shown[None])[0, 0, 0]
-    figure, place = pyplot.subplots(figsize=(7, 6.4), layout="constrained")
+    figure = Figure(figsize=(7, 6.4), layout="constrained")
+    place = figure.subplots()
     ta.plot.heatmap(weights, tokens=tokens, mask=ta.Causal(), axes=place, title="layer 0, head 0")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def run(

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -143,9 +144,8 @@ def measure(implementation: str, n: int, threads: int, limit: int) -> Cost:
 
 def draw(outcome: Outcome, path: Path) -> None:
     """Accuracy over length, memory over length, time over length."""
-    from matplotlib import pyplot
-
-    figure, (accuracy, memory, time) = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    (accuracy, memory, time) = figure.subplots(1, 3)
     for kind in KINDS:
         found = outcome.symbols(kind)
         accuracy.plot(list(found), list(found.values()), label=kind, **LOOKS[kind])
@@ -166,13 +166,12 @@ def draw(outcome: Outcome, path: Path) -> None:
         place.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def run(
     *,
     lengths: Sequence[int] = (8, 16, 32, 64, 128),
-    steps: int = 300,
+    steps: int = 400,
     batch: int = 32,
     sizes: Sequence[int] = (4096, 8192, 16384),
     limit: int = 2048,
@@ -209,7 +208,7 @@ def run(
 def main(argv: Sequence[str] | None = None) -> Outcome:
     parser = argparse.ArgumentParser(description="Linear against softmax attention: copying over length, memory and time.")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8, 16, 32, 64, 128], help="symbols to copy (default: 8 16 32 64 128)")
-    parser.add_argument("--steps", type=int, default=300, help="of training for each length and kind (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="of training for each length and kind (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--sizes", type=int, nargs="+", default=[4096, 8192, 16384], help="tokens to measure at (default: 4096 8192 16384)")
     parser.add_argument("--limit", type=int, default=2048, help="MiB that softmax by math may need (default: %(default)s)")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
@@ -25,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tiled_attention as ta
 
 Array = NDArray[Any]
+Inputs = tuple[Array, Array, Array]  # query, key, value
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
@@ -170,17 +172,17 @@ def through_torch(function: Any, inputs: Sequence[Array], grad_out: Array, dtype
     return [x.detach().numpy() for x in (out, *grads)]
 
 
-def compare_attention(case: str, inputs: list[Array], grad_out: Array, visible: Array | None, mask: ta.Mask | None) -> list[Row]:
-    """inputs: query, key and value in float64, with values that float32 has."""
+def compare_attention(case: str, inputs: Inputs, grad_out: Array, visible: Array | None, mask: ta.Mask | None) -> list[Row]:
+    """inputs, grad_out: in float64, with values that float32 has."""
 
-    def numpy(dtype: type) -> list[Array]:
-        arrays = [x.astype(dtype) for x in inputs]
-        out, weights = attention(*arrays, visible)
-        return [out, *attention_backward(grad_out.astype(dtype), *arrays, weights)]
+    def numpy(dtype: type[np.floating[Any]]) -> list[Array]:
+        query, key, value = (x.astype(dtype) for x in inputs)
+        out, weights = attention(query, key, value, visible)
+        return [out, *attention_backward(grad_out.astype(dtype), query, key, value, weights)]
 
-    def stock(*tensors: torch.Tensor) -> torch.Tensor:
+    def stock(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(SDPBackend.MATH):
-            return F.scaled_dot_product_attention(*tensors, attn_mask=None if visible is None else torch.from_numpy(visible.copy()))
+            return F.scaled_dot_product_attention(query, key, value, None if visible is None else torch.from_numpy(visible.copy()))
 
     def tiled(*tensors: torch.Tensor) -> torch.Tensor:
         out: Any = ta.attention(*tensors, mask=mask)
@@ -205,7 +207,7 @@ def compare_multi_head(case: str, x: Array, grad_out: Array, num_heads: int, vis
     modules[1].load_state_dict(modules[0].state_dict())
     names = [name for name, _ in modules[0].named_parameters()]
 
-    def numpy(dtype: type) -> list[Array]:
+    def numpy(dtype: type[np.floating[Any]]) -> list[Array]:
         parameters = {name: tensor.numpy().astype(dtype) for name, tensor in modules[0].state_dict().items()}
         out, saved = multi_head(x.astype(dtype), parameters, num_heads, visible)
         grads = multi_head_backward(grad_out.astype(dtype), x.astype(dtype), parameters, saved)
@@ -225,41 +227,41 @@ def compare_multi_head(case: str, x: Array, grad_out: Array, num_heads: int, vis
     return [Row(case, label, *(units(result[k], right[k]) for result in results)) for k, label in enumerate(labels)]
 
 
-def slope_error(inputs: list[Array], grad_out: Array, visible: Array | None, rng: np.random.Generator) -> float:
+def slope_error(inputs: Inputs, grad_out: Array, visible: Array | None, rng: np.random.Generator) -> float:
     """Backward against (f(x + h d) - f(x - h d)) / 2h along random directions d, f = sum(grad_out * out), as a part of the largest slope.
 
     h = 1e-5: the difference is exact up to h^2, 1e-10, and rounding up to 1e-16 / h, 1e-11.
     """
     step = 1e-5
-    _, weights = attention(*inputs, visible)
-    grads = attention_backward(grad_out, *inputs, weights)
+
+    def total(query: Array, key: Array, value: Array) -> float:
+        return float((attention(query, key, value, visible)[0] * grad_out).sum())
+
+    query, key, value = inputs
+    grads = attention_backward(grad_out, query, key, value, attention(query, key, value, visible)[1])
     errors, slopes = [], []
     for k, grad in enumerate(grads):
-        direction = rng.standard_normal(grad.shape)
-        ends = []
-        for sign in (1, -1):
-            moved = [x + sign * step * direction if index == k else x for index, x in enumerate(inputs)]
-            ends.append(float((attention(*moved, visible)[0] * grad_out).sum()))
-        slopes.append(abs(float((grad * direction).sum())))
-        errors.append(abs((ends[0] - ends[1]) / (2 * step) - float((grad * direction).sum())))
-    return max(errors) / max(slopes)
+        moves = [np.zeros_like(x) for x in inputs]
+        moves[k] = rng.standard_normal(grad.shape)
+        ends = [total(*(x + sign * step * move for x, move in zip(inputs, moves))) for sign in (1, -1)]
+        slopes.append(float((grad * moves[k]).sum()))
+        errors.append(abs((ends[0] - ends[1]) / (2 * step) - slopes[-1]))
+    return max(errors) / max(map(abs, slopes))
 
 
-def draw(inputs: list[Array], path: Path) -> None:
+def draw(inputs: Inputs, path: Path) -> None:
     """The weights of the first head under each mask, at most 24 tokens."""
-    from matplotlib import pyplot
-
     query, key, value = (x[0, 0, :24] for x in inputs)
     kinds = masks(len(query))
     seen = [np.ones((len(query), len(query)), dtype=bool) if visible is None else visible for visible, _ in kinds.values()]
     weights = np.stack([attention(query, key, value, visible)[1] for visible in seen])
-    figure, places = pyplot.subplots(1, len(seen), figsize=(14, 3.6), layout="constrained", squeeze=False)
+    figure = Figure(figsize=(14, 3.6), layout="constrained")
+    places = figure.subplots(1, len(seen), squeeze=False)
     ta.plot.heatmap(weights, mask=torch.from_numpy(np.stack(seen)), axes=places)
     for place, name in zip(places[0], kinds):
         place.set_title(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def run(
@@ -285,14 +287,15 @@ def run(
     def normal(*shape: int) -> Array:
         return rng.standard_normal(shape, dtype=np.float32).astype(np.float64)
 
-    inputs = [normal(batch, num_heads, seqlen, head_dim) for _ in range(3)]
+    shape = (batch, num_heads, seqlen, head_dim)
+    inputs = (normal(*shape), normal(*shape), normal(*shape))
     x = normal(batch, seqlen, num_heads * head_dim)
     rows: list[Row] = []
     slopes: list[float] = []
     for name, (visible, mask) in track(masks(seqlen).items(), "comparing", disable=not progress, transient=True):
-        rows += compare_attention(name, inputs, normal(*inputs[0].shape), visible, mask)
+        rows += compare_attention(name, inputs, normal(*shape), visible, mask)
         rows += compare_multi_head(f"{num_heads} heads, {name}", x, normal(*x.shape), num_heads, visible)
-        slopes.append(slope_error(inputs, normal(*inputs[0].shape), visible, rng))
+        slopes.append(slope_error(inputs, normal(*shape), visible, rng))
     picture = None
     if out is not None:
         picture = out / "numpy_attention.png"

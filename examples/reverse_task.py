@@ -10,10 +10,12 @@ anti-diagonal of the weights; for `copy` at symbol i, the diagonal.
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from rich.progress import Progress
 from torch import Tensor, nn
 
@@ -107,19 +109,16 @@ def train(
 
 def draw(result: Result, path: Path) -> None:
     """The weights of each head, blanks down, symbols across."""
-    from matplotlib import pyplot
-
     n = result.weights.shape[-1]
-    figure, places = pyplot.subplots(
-        1, len(result.weights), figsize=(3 * len(result.weights) + 1, 3.4), layout="constrained", squeeze=False
-    )
+    num_heads = len(result.weights)
+    figure = Figure(figsize=(3 * num_heads + 1, 3.4), layout="constrained")
+    places = figure.subplots(1, num_heads, squeeze=False)
     symbols, blanks = [f"x{j}" for j in range(n)], [f"_{i}" for i in range(n)]
     ta.plot.heatmap(result.weights, tokens=blanks, key_tokens=symbols, axes=places)
     for head, (place, share) in enumerate(zip(places[0], result.head_shares)):
         place.set_title(f"head {head}: {share:.0%} where it has to look", fontsize=9)
     figure.suptitle(f"{result.task}: {result.exact:.1%} of unseen sequences exact", fontsize=11)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def run(
@@ -148,7 +147,7 @@ def run(
     with Progress(disable=not progress, transient=True) as bars:
         for task in ANSWERS:
             bar = bars.add_task(task, total=epochs * -(-samples // batch))
-            results[task] = train(task, **sizes, seed=seed, advance=lambda bar=bar: bars.advance(bar))
+            results[task] = train(task, **sizes, seed=seed, advance=partial(bars.advance, bar))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         for task, result in results.items():
