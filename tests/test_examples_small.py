@@ -1,4 +1,4 @@
-"""The examples in NumPy, of copying and reversing, of characters, and of linear against softmax attention, small: each reaches its outcome."""
+"""The examples in NumPy, of copying, of characters, and of linear against softmax attention, small: each reaches its outcome."""
 
 import importlib.util
 import sys
