@@ -19,6 +19,8 @@ from .masks import Causal, Chunked, Documents, KeyLengths, Mask, PrefixLM, Sinks
 from .multihead_attention import MultiheadAttention
 from .override import override_sdpa
 from .positions import LearnedEmbedding, SinusoidalEmbedding, alibi_slopes
+from .record import record_attention
+from .recorded import RecordedAttention, Recording
 from .relative_bias import RelativeBias
 from .rotary import RotaryEmbedding, RotaryScaling
 from .sdpa import scaled_dot_product_attention
@@ -44,6 +46,8 @@ __all__ = [
     "MultiheadAttention",
     "PrefixLM",
     "RandomBlocks",
+    "RecordedAttention",
+    "Recording",
     "RelativeBias",
     "RotaryEmbedding",
     "RotaryScaling",
@@ -72,6 +76,7 @@ __all__ = [
     "override_sdpa",
     "parameter_count",
     "plot",
+    "record_attention",
     "reference",
     "scaled_dot_product_attention",
 ]

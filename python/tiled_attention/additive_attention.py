@@ -14,6 +14,7 @@ from .arguments import AdditiveArguments, real_dtype
 from .call import below_autograd, check_float, needs_derivatives, prepare
 from .library import ops
 from .masks import Mask
+from .observers import Call, observers, tell
 from .weights import check_rows
 
 
@@ -96,7 +97,9 @@ def additive_attention(
     appendix A.1.2.
     """
     args = _prepare(query, key, value, score_weight, mask, dropout_p, generator, query_offset)
-    out, lse = _forward(args)
+    out, lse = forward_additive(args)
+    if not torch.compiler.is_compiling() and observers:
+        tell(Call(query, key, lambda: _prepare(query, key, None, score_weight, mask, 0.0, None, query_offset), lse))
     return (out, lse) if return_lse else out
 
 
@@ -129,8 +132,8 @@ def additive_attention_weights(
     args = _prepare(query, key, None, score_weight, mask, dropout_p, generator, query_offset)
     if rows is not None:
         rows = check_rows(rows, args.query)
-    _, lse = _forward(args._replace(value=args.key[..., :0], dropout_seed=None, dropout_p=0.0))
-    return _weights(args, lse, rows)
+    _, lse = forward_additive(args._replace(value=args.key[..., :0], dropout_seed=None, dropout_p=0.0))
+    return weights_of_additive(args, lse, rows)
 
 
 def additive_attention_with_weights(
@@ -138,8 +141,10 @@ def additive_attention_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """(out, weights) where the weights are those that made out: the same seed of dropout, one pass over the scores for each."""
     args = _prepare(query, key, value, score_weight, mask, dropout_p, None, None)
-    out, lse = _forward(args)
-    return out, _weights(args, lse, None)
+    out, lse = forward_additive(args)
+    if not torch.compiler.is_compiling() and observers:
+        tell(Call(query, key, lambda: _prepare(query, key, None, score_weight, mask, 0.0, None, None), lse))
+    return out, weights_of_additive(args, lse)
 
 
 def _prepare(
@@ -177,7 +182,7 @@ def _prepare(
     )
 
 
-def _forward(args: AdditiveArguments) -> tuple[Tensor, Tensor]:
+def forward_additive(args: AdditiveArguments) -> tuple[Tensor, Tensor]:
     """(out, lse) by the operator that the situation asks for."""
     if torch.compiler.is_compiling():
         out, lse, _ = ops.additive_attention(*args, torch.is_grad_enabled())
@@ -189,7 +194,8 @@ def _forward(args: AdditiveArguments) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def _weights(args: AdditiveArguments, lse: Tensor, rows: Tensor | None) -> Tensor:
+def weights_of_additive(args: AdditiveArguments, lse: Tensor, rows: Tensor | None = None) -> Tensor:
+    """The weights of a call whose lse is known."""
     query, key, _, *others = args
     flat: tuple[Any, ...] = (query, key, *others, lse, rows)
     eager = not torch.compiler.is_compiling()

@@ -14,6 +14,7 @@ from .arguments import NO_TENSORS
 from .call import allows_tf32, below_autograd, check_dropout_p, check_float, default_scale, forward, prepare, run_forward, runs_plain
 from .library import ops
 from .masks import Mask
+from .observers import Call, observers, tell
 from .relative_bias import RelativeBias
 from .rotary import RotaryEmbedding
 from .seeds import draw_seed
@@ -152,12 +153,14 @@ def attention(
     else:
         options = (bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset, rotary)
         pattern = residues.pattern_of(mask) if mask is not None and dropout_p == 0 and bias is None else None
-        if pattern is not None:
-            args = prepare(query, key, value, None, *options)
-            if residues.serves(pattern, args):
-                out, lse = residues.attend(args, pattern)
-                return (out, lse) if return_lse else out
-        out, lse = forward(prepare(query, key, value, mask, *options))
+        args = prepare(query, key, value, None if pattern else mask, *options)
+        if pattern is not None and residues.serves(pattern, args):
+            out, lse = residues.attend(args, pattern)
+        else:
+            out, lse = forward(args if pattern is None else prepare(query, key, value, mask, *options))
+        if not torch.compiler.is_compiling() and observers:
+            scores = (mask, bias, scale, softcap, alibi_slopes, sinks, 0.0, None, query_offset, rotary)
+            tell(Call(query, key, lambda: prepare(query, key, None, *scores), lse))
     return (out, lse) if return_lse else out
 
 

@@ -11,11 +11,12 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from . import decode_fake  # noqa: F401  (registrations)
-from .arguments import real_dtype
-from .call import autocast_active, below_autograd, cast_for_autocast, check_number, check_per_head, default_scale, runs_plain
+from .arguments import Arguments, real_dtype
+from .call import autocast_active, below_autograd, cast_for_autocast, check_number, check_per_head, default_scale, prepare, runs_plain
 from .library import ops
 from .lowering import lower
-from .masks import Mask
+from .masks import And, KeyLengths, Mask
+from .observers import Call, observers, tell
 from .rotary import RotaryEmbedding, check_rotary
 
 NO_RING = -1  # `pinned` of a cache that is no ring
@@ -249,7 +250,35 @@ def decode(
     else:
         with below_autograd():
             out, lse = _run(*args)
+        if observers:
+            lengths, options = cache_seqlens + num_new, (scale, softcap or None, alibi_slopes, sinks)
+            tell(Call(query, key_cache, lambda: _gathered(query, key_cache, lengths, page_table, mask, pinned, options), lse))
     return (out, lse) if return_lse else out
+
+
+def _gathered(
+    query: Tensor, key_cache: Tensor, lengths: Tensor, page_table: Tensor | None, mask: Mask | None, pinned: int, options: Any
+) -> Arguments:
+    """The call of `attention` that says the same: keys by their position, those that a ring has overwritten hidden."""
+    lengths = lengths.long()
+    most = int(lengths.max()) if lengths.numel() else 0
+    positions = torch.arange(most, device=lengths.device)
+    slots = key_cache.shape[-2] if page_table is None else key_cache.shape[-2] * page_table.shape[-1]
+    visible: Mask = KeyLengths(lengths)
+    where = positions
+    if pinned != NO_RING and most > slots:
+        where = torch.where(positions < slots, positions, pinned + (positions - pinned) % (slots - pinned))
+        held = (positions < pinned) | (positions >= lengths[:, None] - (slots - pinned))
+        visible = And(visible, held[:, None, None, :])
+    if page_table is None:
+        key = key_cache.index_select(2, where)
+    else:
+        size = key_cache.shape[2]
+        pages = torch.where(positions < lengths[:, None], page_table.long()[:, where // size], 0)
+        key = key_cache[pages, :, where % size].transpose(1, 2)
+    visible = visible if mask is None else And(mask, visible)
+    scores: Any = (visible, None, *options, 0.0, None, lengths - query.shape[-2])
+    return prepare(query, key, None, *scores)
 
 
 def append(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import varlen_compiled  # noqa: F401  (registrations)
-from .arguments import VarlenArguments, real_dtype
+from .arguments import Arguments, VarlenArguments, real_dtype
 from .call import (
     autocast_active,
     below_autograd,
@@ -19,12 +19,15 @@ from .call import (
     check_per_head,
     default_scale,
     needs_derivatives,
+    prepare,
 )
 from .library import ops
 from .lowering import Lowered, lower
 from .mask_rules import make_plan
-from .masks import Mask
+from .masks import And, KeyLengths, Mask
+from .observers import Call, observers, tell
 from .rotary import RotaryEmbedding, check_rotary
+from .rotate import rotate
 from .seeds import draw_seed
 from .varlen_autograd import record_attention_varlen
 
@@ -149,7 +152,28 @@ def attention_varlen(
         generator,
     )
     out, lse = forward_varlen(args)
+    if not torch.compiler.is_compiling() and observers:
+        tell(Call(query, key, lambda: _padded(args, mask)))
     return (out, lse) if return_lse else out
+
+
+def _padded(args: VarlenArguments, mask: Mask | None) -> Arguments:
+    """The padded batch that a packed call stands for, without its values and dropout."""
+    lengths, batches = [], []
+    for rows, table, offsets in ((args.query, args.query_table, args.cu_seqlens_q), (args.key, args.key_table, args.cu_seqlens_kv)):
+        rows = rows.transpose(0, 1) if table is None else rotate(rows.transpose(0, 1), table, args.interleaved)
+        length = offsets.diff()
+        most = int(length.max()) if length.numel() else 0
+        index = offsets[:-1, None] + torch.arange(most, device=offsets.device)
+        padded = rows.index_select(1, index.clamp(max=max(0, rows.shape[1] - 1)).flatten())
+        batches.append(padded.unflatten(1, index.shape).transpose(0, 1))
+        lengths.append(length)
+    (query, key), (length_q, length_kv) = batches, lengths
+    there = torch.arange(query.shape[2], device=query.device) < length_q[:, None]
+    visible: Mask = And(KeyLengths(length_kv), there[:, None, :, None])
+    visible = visible if mask is None else And(mask, visible)
+    scores = (None, args.scale, args.softcap or None, args.alibi_slopes, args.sinks, 0.0, None, length_kv - length_q)
+    return prepare(query, key, None, visible, *scores)
 
 
 def forward_varlen(args: VarlenArguments) -> tuple[Tensor, Tensor]:

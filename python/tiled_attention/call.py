@@ -17,6 +17,7 @@ from .autograd import record_attention
 from .library import ops
 from .lowering import lower
 from .masks import Mask
+from .observers import observers
 from .relative_bias import RelativeBias
 from .rotary import RotaryEmbedding, check_rotary
 from .seeds import draw_seed
@@ -30,9 +31,10 @@ autocast_active = torch._C._is_any_autocast_enabled
 
 
 def runs_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether a call with these three tensors alone is neither traced, transformed, cast nor recorded."""
+    """Whether a call with these three tensors alone is neither traced, transformed, cast, recorded nor observed."""
     return not (
         _is_compiling()
+        or observers
         or autocast_active()
         or _functorch_active()
         or forward_ad._current_level >= 0

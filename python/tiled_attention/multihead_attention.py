@@ -7,6 +7,7 @@ view too.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -19,6 +20,7 @@ from .arguments import real_dtype
 from .attention import attention
 from .mask_checks import is_readable
 from .masks import And, Causal, KeyLengths, Mask
+from .observers import columns_first, observers
 from .weights import attention_with_weights
 
 _CAUSAL = Causal()
@@ -51,6 +53,12 @@ class InProjection(NamedTuple):
             _split(F.linear(x, weight, bias), 1, num_heads)[0]  # type: ignore[arg-type]
             for x, weight, bias in zip((query, key, value), weights, biases)
         ]
+
+    def project_scores(self, query: Tensor, key: Tensor, num_heads: int) -> list[Tensor]:
+        """Of query and key alone, two tensors (..., num_heads, head_dim)."""
+        weights = (self.query, self.key) if self.packed is None else self.packed.chunk(3)[:2]
+        biases = (None, None) if self.bias is None else self.bias.to(query.dtype).chunk(3)[:2]
+        return [_split(F.linear(x, weight, bias), 1, num_heads)[0] for x, weight, bias in zip((query, key), weights, biases)]  # type: ignore[arg-type]
 
 
 class Columns(NamedTuple):
@@ -101,13 +109,15 @@ def heads_attention(
     options: dict[str, Any] = {"dropout_p": dropout_p}
     if columns.width:
         key, value = columns.prepend(key, value)
-        mask, bias = _pad_columns(mask, columns.width), _pad_columns(bias, columns.width)
+        mask, bias = pad_columns(mask, columns.width), pad_columns(bias, columns.width)
     if is_causal:
         mask = _CAUSAL if mask is None else And(_CAUSAL, mask)
         options["query_offset"] = columns.width
-    if not need_weights:
-        return cast(Tensor, attention(query, key, value, mask=mask, bias=bias, **options)), None
-    out, weights = attention_with_weights(query, key, value, mask=mask, bias=bias, average=average_weights, **options)
+    told = columns.width and not torch.compiler.is_compiling() and observers
+    with columns_first(columns.width) if told else contextlib.nullcontext():
+        if not need_weights:
+            return cast(Tensor, attention(query, key, value, mask=mask, bias=bias, **options)), None
+        out, weights = attention_with_weights(query, key, value, mask=mask, bias=bias, average=average_weights, **options)
     weights = weights.to(query.dtype)
     return out, weights.roll(-columns.width, -1) if columns.width else weights
 
@@ -401,7 +411,7 @@ def _bias_column(bias: Tensor, x: Tensor) -> Tensor:
     return bias.to(x.dtype).reshape(x.shape[-3], 1, x.shape[-1]).expand(*x.shape[:-2], 1, -1)
 
 
-def _pad_columns(mask: Any, count: int) -> Any:
+def pad_columns(mask: Any, count: int) -> Any:
     """A mask (True = attend) or bias with `count` visible columns before the others."""
     return None if mask is None else F.pad(mask, (count, 0), value=True if mask.dtype == torch.bool else 0.0)
 

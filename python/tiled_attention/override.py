@@ -1,8 +1,9 @@
 """`override_sdpa`: PyTorch's own entry points of attention run here while it is on.
 
-Three things change, and change back: the kernel of aten::scaled_dot_product_attention under CompositeImplicitAutograd (which eager,
-scripted, compiled and exported callers all reach), the CPU kernel of aten::_native_multi_head_attention (the inference fast path of
-nn.MultiheadAttention and nn.TransformerEncoderLayer), and F.multi_head_attention_forward (whose need_weights=True computes for itself).
+Three things change, and change back, for it and for `record_attention`, which only looks on: the kernel of
+aten::scaled_dot_product_attention under CompositeImplicitAutograd (which eager, scripted, compiled and exported callers all reach), the
+kernels of aten::_native_multi_head_attention (the inference fast path of nn.MultiheadAttention and nn.TransformerEncoderLayer), and
+F.multi_head_attention_forward (whose need_weights=True computes for itself).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,11 @@ from torch import Tensor
 from torch.overrides import has_torch_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from . import stock_calls
 from .multihead_attention import Columns, InProjection, check_arguments, merge_masks, nested_attention, project_and_attend
+from .observers import Shared, observers, tell
 from .sdpa import scaled_dot_product_attention
+from .stock_calls import ForwardArguments
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -58,7 +62,7 @@ class override_sdpa:
         return self._served + (_switch.calls - self._base if self._depth else 0)
 
     def enable(self) -> override_sdpa:
-        _switch.enter()
+        _service.enter()
         if not self._depth:
             self._base = _switch.calls
         self._depth += 1
@@ -71,7 +75,7 @@ class override_sdpa:
         self._depth -= 1
         if not self._depth:
             self._served += _switch.calls - self._base
-        _switch.leave()
+        _service.leave()
 
     def __enter__(self) -> override_sdpa:
         return self.enable()
@@ -81,13 +85,11 @@ class override_sdpa:
 
 
 class _Switch:
-    """The one override of the process: how many hold it, and how to undo it."""
+    """Whether the entries serve, and how many calls they served."""
 
     def __init__(self) -> None:
         self._calls: defaultdict[int, int] = defaultdict(int)  # per thread: no lock that a fork could leave held
-        self._lock = threading.Lock()
-        self._holders = 0
-        self._undo = ExitStack()
+        self.serves = False
 
     @property
     def calls(self) -> int:
@@ -96,27 +98,14 @@ class _Switch:
     def count(self) -> None:
         self._calls[threading.get_ident()] += 1
 
-    def enter(self) -> None:
-        with self._lock:
-            if not self._holders:
-                with ExitStack() as undo:
-                    _install(undo)
-                    self._undo = undo.pop_all()
-            self._holders += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._holders -= 1
-            if not self._holders:
-                self._undo.close()
-
 
 _switch = _Switch()
 
 
-def _install(undo: ExitStack) -> None:
+def _install_entries(undo: ExitStack) -> None:
     stock_attention = torch.library.get_kernel("aten::scaled_dot_product_attention", "AutogradCPU")
-    stock_heads = {key: torch.library.get_kernel("aten::_native_multi_head_attention", key) for key in ("CPU", "NestedTensorCPU")}
+    keys = ["CPU", "NestedTensorCPU"] + (["CUDA", "NestedTensorCUDA"] if torch.backends.cuda.is_built() else [])
+    stock_heads = {key: torch.library.get_kernel("aten::_native_multi_head_attention", key) for key in keys}
     stock_forward = F.multi_head_attention_forward
 
     library = torch.library.Library("aten", "IMPL")
@@ -130,11 +119,21 @@ def _install(undo: ExitStack) -> None:
     F.multi_head_attention_forward = _forward_over(stock_forward)
     undo.callback(setattr, F, "multi_head_attention_forward", stock_forward)
 
+
+def _install_service(undo: ExitStack) -> None:
+    entries.enter()
+    undo.callback(entries.leave)
+    undo.callback(setattr, _switch, "serves", False)
+    _switch.serves = True
     tag = torch.compiler.config.cache_key_tag
     torch.compiler.config.cache_key_tag = f"{tag}+tiled_attention"
     undo.callback(setattr, torch.compiler.config, "cache_key_tag", tag)
     _forget_compiled()
     undo.callback(_forget_compiled)
+
+
+entries = Shared(_install_entries)
+_service = Shared(_install_service)
 
 
 def _forget_compiled() -> None:
@@ -159,7 +158,10 @@ def _attention_kernel(
         return stock.call_boxed(keys, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     if not _serves(query, key, value):
-        return run_stock(query, key, value, attn_mask)
+        out = run_stock(query, key, value, attn_mask)
+        if observers:
+            tell(stock_calls.of_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa))
+        return out
     try:
         out = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     except (TypeError, ValueError, RuntimeError):
@@ -202,7 +204,10 @@ def _heads_kernel(
             average_attn_weights,
             mask_type,
         )
-        return stock.call_boxed(torch._C._dispatch_keys(query), query, key, value, embed_dim, num_heads, *weights_and_mask)
+        result = stock.call_boxed(torch._C._dispatch_keys(query), query, key, value, embed_dim, num_heads, *weights_and_mask)
+        if observers:
+            tell(stock_calls.of_heads(query, key, num_heads, in_proj_weight, in_proj_bias, mask, mask_type))
+        return result
     _switch.count()
 
     def attend(query: Tensor, key: Tensor, value: Tensor, **masks: Any) -> tuple[Tensor, Tensor | None]:
@@ -227,48 +232,17 @@ def _heads_kernel(
         return attend(query, key, value, mask=bool_mask, bias=bias)
 
 
-class _ForwardArguments(NamedTuple):
-    """The signature of F.multi_head_attention_forward."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    embed_dim_to_check: int
-    num_heads: int
-    in_proj_weight: Tensor | None
-    in_proj_bias: Tensor | None
-    bias_k: Tensor | None
-    bias_v: Tensor | None
-    add_zero_attn: bool
-    dropout_p: float
-    out_proj_weight: Tensor
-    out_proj_bias: Tensor | None
-    training: bool = True
-    key_padding_mask: Tensor | None = None
-    need_weights: bool = True
-    attn_mask: Tensor | None = None
-    use_separate_proj_weight: bool = False
-    q_proj_weight: Tensor | None = None
-    k_proj_weight: Tensor | None = None
-    v_proj_weight: Tensor | None = None
-    static_k: Tensor | None = None
-    static_v: Tensor | None = None
-    average_attn_weights: bool = True
-    is_causal: bool = False
-
-    @property
-    def in_projection(self) -> InProjection:
-        if self.use_separate_proj_weight:
-            return InProjection(None, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight, self.in_proj_bias)
-        return InProjection(self.in_proj_weight, None, None, None, self.in_proj_bias)
-
-
 def _forward_over(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def multi_head_attention_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        given = _ForwardArguments(*args, **kwargs)
+        given = ForwardArguments(*args, **kwargs)
         if not _serves_forward(given):
-            return stock(*args, **kwargs)
+            result = stock(*args, **kwargs)
+            if (
+                not torch.compiler.is_compiling() and observers and given.need_weights
+            ):  # without weights it calls scaled_dot_product_attention
+                tell(stock_calls.of_forward(given))
+            return result
         _count_forward()
         return _forward(given)
 
@@ -284,7 +258,7 @@ def _count_forward() -> None:
 _count_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result without its imports
 
 
-def _serves_forward(given: _ForwardArguments) -> bool:
+def _serves_forward(given: ForwardArguments) -> bool:
     tensors = [x for x in given if isinstance(x, Tensor)]
     floats = [x for x in tensors if x is not given.attn_mask and x is not given.key_padding_mask]
     if has_torch_function(tensors) or torch.jit.is_tracing() or not _serves(*floats):
@@ -309,7 +283,7 @@ def _serves_forward(given: _ForwardArguments) -> bool:
     return all(given.bias_k is None and tuple(x.shape[:2]) == heads for x in static)
 
 
-def _forward(given: _ForwardArguments) -> tuple[Tensor, Tensor | None]:
+def _forward(given: ForwardArguments) -> tuple[Tensor, Tensor | None]:
     query, key, value = given.query, given.key, given.value
     batch = None if query.dim() == 2 else query.shape[1]
     mask, bias = merge_masks(given.attn_mask, given.key_padding_mask, batch, given.num_heads, query.dtype)
@@ -345,6 +319,8 @@ def _forward(given: _ForwardArguments) -> tuple[Tensor, Tensor | None]:
 
 
 def _serves(*tensors: Tensor, nested: bool = False) -> bool:
+    if not _switch.serves:
+        return False
     for x in tensors:
         if x.device.type != "cpu" or x.dtype not in _DTYPES or (x.is_nested and not nested):
             return False

@@ -13,6 +13,7 @@ from .attention_varlen import attention_varlen
 from .call import allows_tf32, below_autograd, cast_for_autocast, check_dropout_p, default_scale, forward, prepare, run_forward, runs_plain
 from .library import devices
 from .masks import And, Causal, Mask
+from .observers import Call, observers, tell
 
 _TOP_LEFT, _BOTTOM_RIGHT = Causal(align="top_left"), Causal()
 _TOP_LEFT_INTERVALS = (*NO_INTERVALS[:-1], 1)
@@ -101,15 +102,24 @@ def _general(
     query, key, value = cast_for_autocast(query), cast_for_autocast(key), cast_for_autocast(value)
     _check_inputs(query, key, value)
     rank = max(query.dim(), key.dim(), value.dim())
-    if rank == 2:
-        if enable_gqa:
-            raise RuntimeError("enable_gqa: query, key and value must have at least 3 dimensions, got 2")
-        query, key, value = query[None], key[None], value[None]
-    else:
-        query, key, value = _broadcast(query, key, value, enable_gqa)
-    mask, bias = _split_mask(attn_mask, query, key, bool(is_causal))
-    out, _ = forward(prepare(query, key, value, mask, bias, scale, None, None, None, dropout_p, None, None))
+    query, key, value, mask, bias = as_attention(query, key, value, attn_mask, bool(is_causal), enable_gqa)
+    out, lse = forward(prepare(query, key, value, mask, bias, scale, None, None, None, dropout_p, None, None))
+    if not torch.compiler.is_compiling() and observers:
+        tell(Call(query, key, lambda: prepare(query, key, None, mask, bias, scale, None, None, None, 0.0, None, None), lse))
     return out[0] if rank == 2 else out
+
+
+def as_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Mask | Tensor | None, Tensor | None]:
+    """(query, key, value, mask, bias) for `attention`, with at least 3 dimensions each."""
+    if max(query.dim(), key.dim(), value.dim()) > 2:
+        query, key, value = _broadcast(query, key, value, enable_gqa)
+    elif enable_gqa:
+        raise RuntimeError("enable_gqa: query, key and value must have at least 3 dimensions, got 2")
+    else:
+        query, key, value = query[None], key[None], value[None]
+    return query, key, value, *_split_mask(attn_mask, query, key, is_causal)
 
 
 def _is_packed(query: Any, key: Any, value: Any, attn_mask: Tensor | None, enable_gqa: bool) -> bool:

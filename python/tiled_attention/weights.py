@@ -13,6 +13,7 @@ from .autograd import AttentionWeights
 from .call import forward, needs_derivatives, prepare
 from .library import ops
 from .masks import Mask
+from .observers import Call, observers, tell
 from .relative_bias import RelativeBias
 from .rotary import RotaryEmbedding
 
@@ -80,6 +81,9 @@ def attention_with_weights(
     if rows is not None:
         rows = check_rows(rows, args.query)
     out, lse = forward(args)
+    if not torch.compiler.is_compiling() and observers:
+        scores = (mask, bias, scale, softcap, alibi_slopes, sinks, 0.0, None, query_offset, rotary)
+        tell(Call(query, key, lambda: prepare(query, key, None, *scores), lse))
     return out, weights_of(args, lse, rows=rows, average=average)
 
 
