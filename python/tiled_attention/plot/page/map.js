@@ -70,9 +70,9 @@ function hatch(context) {
 }
 
 function drawMap() {
+  const canvas = $("map"), ratio = window.devicePixelRatio || 1, wide = Math.max($("frame").clientWidth, 240);
   if (!state.overview) return;
   paintCells();
-  const canvas = $("map"), ratio = window.devicePixelRatio || 1, wide = $("frame").clientWidth;
   const pen = base.getContext("2d");
   pen.font = FONT;
   const { rows, columns } = layout;

@@ -12,7 +12,8 @@ const shown = (token) => (token === "" ? "∅" : token.replaceAll("\n", "⏎").r
 const short = (token, most) => (shown(token).length > most ? shown(token).slice(0, most - 1) + "…" : shown(token));
 const known = () => !Number.isNaN(weights[0]) || weights.some((w) => !Number.isNaN(w));
 const isHidden = (i, j) => page.causal && j > i + aligned;
-const nameOfHead = () => `${layers[state.layer].name || `layer ${state.layer}`}, head ${state.head}`;
+const nameOf = (layer, head) => `${layers[layer].name || `layer ${layer}`}, head ${layers[layer].heads[head]}`;
+const nameOfHead = () => nameOf(state.layer, state.head);
 
 function text(weight, smallest = 0) {
   if (weight === 0 && smallest > 0) return `< ${Number(smallest.toPrecision(1))}`;
@@ -146,9 +147,9 @@ function paintTable() {
 }
 
 async function show(layer, head) {
-  const count = layers[layer].heads;
+  const { heads } = layers[layer], count = heads.length;
   Object.assign(state, { layer, head: Math.min(head, count - 1) });
-  if ($("head").length !== count) $("head").replaceChildren(...Array.from({ length: count }, (_, h) => element("option", { value: h }, String(h))));
+  $("head").replaceChildren(...heads.map((number, h) => element("option", { value: h }, String(number))));
   $("layer").value = state.layer;
   $("head").value = state.head;
   $("picture-title").textContent = `Map of ${nameOfHead()}`;
@@ -173,16 +174,16 @@ function overviewsOf(layer) {
 }
 
 function buildHeads() {
-  const most = Math.max(...layers.map((layer) => layer.heads));
+  const most = Math.max(...layers.map((layer) => layer.heads.length));
   $("heads").style.setProperty("--heads", most);
   layers.forEach((layer, l) => {
     const name = layer.name || `layer ${l}`;
     $("layer").append(element("option", { value: l }, name));
     $("heads").append(element("span", { class: "layer-name" }, name));
     for (let h = 0; h < most; h++) {
-      if (h >= layer.heads) $("heads").append(element("span"));
+      if (h >= layer.heads.length) $("heads").append(element("span"));
       else {
-        const label = `${name}, head ${h}`;
+        const label = nameOf(l, h);
         const canvas = element("canvas", { width: layer.blocks[1], height: layer.blocks[0] });
         $("heads").append(element("button", { type: "button", "aria-label": label, title: label, "data-layer": l, "data-head": h, "aria-pressed": false }, canvas));
       }
@@ -267,7 +268,7 @@ function repaint() {
 function accuracy() {
   const error = page.error, parts = [], percent = (share) => `${Number((100 * share).toPrecision(2))} %`;
   const held = page.kept === "all" ? "every weight" : page.count ? `the ${page.count} largest weights of each row` : "means over blocks";
-  parts.push(`This page holds ${held} of ${numQueries} queries and ${numKeys} keys, ${layers.reduce((n, l) => n + l.heads, 0)} heads.`);
+  parts.push(`This page holds ${held} of ${numQueries} queries and ${numKeys} keys, ${layers.reduce((n, l) => n + l.heads.length, 0)} heads.`);
   if (page.share !== undefined) parts.push(`They are ${percent(page.share)} of a row's sum in the mean; what is drawn between them are means over blocks.`);
   if (error) parts.push(`Weights are rounded to ${page.levels + 1} steps${page.power === 1 ? "" : " of their square root"}: off by at most ${percent(error.largest_of_row)} of the largest in their row, ${Number(error.largest.toPrecision(2))} at most and ${Number(error.mean.toPrecision(2))} in the mean.`);
   parts.push("It loads nothing from anywhere.");
