@@ -322,6 +322,8 @@ def main(argv: Sequence[str] | None = None) -> Outcome:
     for row in outcome.rows:
         table.add_row(row.case, row.tensor, *(f"{number:.2f}" for number in (row.numpy, row.torch, row.tiled, row.tiled_float64)))
     Console().print(table)
+    worst = {name: max(getattr(row, name) for row in outcome.rows) for name in ("numpy", "torch", "tiled", "tiled_float64")}
+    print("largest distance: " + ", ".join(f"{name} {number:.1f}" for name, number in worst.items()) + f" units; {ULPS:g} are allowed")
     print(f"backward against central differences of forward: {outcome.slope_error:.1e} of the largest slope")
     if outcome.picture is not None:
         print(f"picture: {outcome.picture}")

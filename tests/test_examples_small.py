@@ -1,11 +1,7 @@
 """The examples in NumPy, of copying, of characters, and of linear against softmax attention, small: each reaches its outcome."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,33 +9,13 @@ import pytest
 import torch
 
 import tiled_attention as ta
-
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-
-
-@cache
-def load(name: str) -> ModuleType:
-    """The module examples/NAME.py."""
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+from test_examples import load, pictures
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Any]:
     """run(name, *arguments): the outcome of one example; its pictures lie in tmp_path."""
     return lambda name, *arguments: load(name).main([*map(str, arguments), "--out", str(tmp_path)])
-
-
-def pictures(folder: Path) -> set[str]:
-    """Names of the pictures in the folder, each of which is a whole PNG."""
-    for path in folder.glob("*.png"):
-        content = path.read_bytes()
-        assert content.startswith(b"\x89PNG") and content.rstrip().endswith(b"IEND\xaeB`\x82")
-    return {path.name for path in folder.iterdir()}
 
 
 WRONG = [
