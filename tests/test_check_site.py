@@ -1,14 +1,14 @@
 """tools/check_site.py finds what is broken in a built site, and nothing else."""
 
+import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-check_site: Callable[[Path], tuple[list[str], int, int]] = runpy.run_path(
-    str(Path(__file__).resolve().parent.parent / "tools/check_site.py")
-)["check_site"]
+ROOT = Path(__file__).resolve().parent.parent
+check_site: Callable[[Path], tuple[list[str], int, int]] = runpy.run_path(str(ROOT / "tools/check_site.py"))["check_site"]
 HEAD = '<link rel="stylesheet" href="site.css"><h1 id="top">A</h1>'
 WHOLE = (
     '<a href="sub/b.html#there">b</a><a href="#top">top</a><a href="https://example.org/x">out</a><img src="a%20b.png"><img src="data:,">'
@@ -55,3 +55,10 @@ def test_style_sheets_are_read(site: Path):
     (site / "site.css").write_text('@import "https://example.org/font.css"; a { background: url(gone.svg) }')
     problems, _, _ = check_site(site)
     assert len(problems) == 2
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"])
+def test_links_of_pages_outside_the_site_lead_somewhere(name: str):
+    page = ROOT / name
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
