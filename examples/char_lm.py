@@ -273,7 +273,8 @@ def main(argv: Sequence[str] | None = None) -> Outcome:
         parser.error(str(error))
     step = next(step for step, loss in outcome.held_out if loss == outcome.best)
     print(f"loss on held-out lines {outcome.best:.3f} nats a character after {step} steps (frequencies alone {outcome.unigram:.3f})")
-    table = Table(title=f"weight on the previous character (chance {outcome.chance:.3f})")
+    print(f"weight on the previous character, by layer and head (chance {outcome.chance:.3f})")
+    table = Table()
     table.add_column("layer", justify="right")
     for head in range(outcome.previous.shape[1]):
         table.add_column(f"head {head}", justify="right")

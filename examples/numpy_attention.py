@@ -316,7 +316,8 @@ def main(argv: Sequence[str] | None = None) -> Outcome:
         outcome = run(**vars(arguments), progress=True)
     except ValueError as error:
         parser.error(str(error))
-    table = Table(title="distance from NumPy in float64, in units of the last place of the largest element")
+    print("distance from NumPy in float64, in units of the last place of the largest element")
+    table = Table()
     for heading in ("case", "tensor", "NumPy float32", "torch float32", "tiled float32", "tiled float64"):
         table.add_column(heading, justify="left" if heading in ("case", "tensor") else "right")
     for row in outcome.rows:

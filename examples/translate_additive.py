@@ -24,7 +24,7 @@ import tiled_attention as ta
 # Two digits of a year mean 1970 to 2069. Day before month, except between slashes.
 FIRST_DAY, NUM_DAYS = datetime.date(1970, 1, 1), 36525
 # Weekday, day, month, year by their letters in strftime; "d" without a leading zero is "e".
-FORMATS = ("e B Y", "d-m-y", "a, d-m-y", "B e, Y", "m/d/Y", "A, e B Y", "e b y", "Y.m.d", "b e Y (a)")
+FORMATS = ("d-m-y", "Y.m.d", "m/d/Y", "a, d-m-y", "e B Y", "B e, Y", "e b y", "b e Y (a)", "A, e B Y")
 SEPARATORS = " ,-./()"
 NAMES = {"B": "%B", "b": "%b", "A": "%A", "a": "%a", "Y": "%Y", "y": "%y", "m": "%m", "d": "%d"}
 PARTS = {"Y": "year", "y": "year", "B": "month", "b": "month", "m": "month", "d": "day", "e": "day"}
@@ -136,13 +136,13 @@ class Translator(nn.Module):
         return torch.stack(logits, 1), torch.stack(weights, 1)
 
 
-def train(model: Translator, dates: Sequence[datetime.date], steps: int, batch: int, draw: random.Random) -> float:
+def train(model: Translator, dates: Sequence[datetime.date], formats: Sequence[str], steps: int, batch: int, draw: random.Random) -> float:
     """Trains on dates in formats drawn anew; returns the mean loss of the last twentieth of the steps."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
     losses = []
     for _ in track(range(steps), description=f"training, {model.kind}"):
-        source, lengths, target = encode([write(draw.choice(dates), draw.choice(FORMATS)) for _ in range(batch)])
+        source, lengths, target = encode([write(draw.choice(dates), draw.choice(formats)) for _ in range(batch)])
         logits, _ = model(source, lengths, target)
         loss = F.cross_entropy(logits.flatten(0, 1), target.flatten())
         optimizer.zero_grad()
@@ -183,17 +183,17 @@ def draw_alignment(models: dict[str, Translator], written: Written, path: Path) 
     pyplot.close(figure)
 
 
-def run(steps: int, batch: int, width: int, tested: int, seed: int) -> tuple[dict[str, Outcome], dict[str, Translator]]:
+def run(formats: Sequence[str], steps: int, batch: int, width: int, tested: int, seed: int) -> tuple[dict[str, Outcome], dict[str, Translator]]:
     """Trains both kinds; the dates of the test are not among those of the training, in any format."""
     draw = random.Random(seed)
     dates = [FIRST_DAY + datetime.timedelta(days=day) for day in range(NUM_DAYS)]
     draw.shuffle(dates)
-    held_out = [write(date, FORMATS[index % len(FORMATS)]) for index, date in enumerate(dates[:tested])]
+    held_out = [write(date, formats[index % len(formats)]) for index, date in enumerate(dates[:tested])]
     outcomes, models = {}, {}
     for kind in KINDS:
         torch.manual_seed(seed)
         models[kind] = Translator(kind, width)
-        loss = train(models[kind], dates[tested:], steps, batch, random.Random(seed + 1))
+        loss = train(models[kind], dates[tested:], formats, steps, batch, random.Random(seed + 1))
         outcomes[kind] = examine(models[kind].eval(), held_out, loss)
     return outcomes, models
 
@@ -201,6 +201,7 @@ def run(steps: int, batch: int, width: int, tested: int, seed: int) -> tuple[dic
 def main(argv: Sequence[str] | None = None) -> dict[str, Outcome]:
     """Parses the arguments, runs, prints, draws; returns the outcome of each kind of attention."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", type=int, default=len(FORMATS), help="of dates, the first ones (default: %(default)s, all)")
     parser.add_argument("--steps", type=int, default=400, help="training steps of each kind of attention (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="dates in a step (default: %(default)s)")
     parser.add_argument("--width", type=int, default=64, help="features of a state (default: %(default)s)")
@@ -208,11 +209,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Outcome]:
     parser.add_argument("--seed", type=int, default=0, help="of dates, formats and weights (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("example-results"), help="folder for the picture (default: %(default)s)")
     args = parser.parse_args(argv)
-    for name, largest in (("steps", 10**6), ("batch", 10**5), ("width", 10**4), ("tested", NUM_DAYS - 1)):
+    for name, largest in (("formats", len(FORMATS)), ("steps", 10**6), ("batch", 10**5), ("width", 10**4), ("tested", NUM_DAYS - 1)):
         if not 1 <= getattr(args, name) <= largest:
             parser.error(f"argument --{name}: expected 1 to {largest}, got {getattr(args, name)}")
 
-    outcomes, models = run(args.steps, args.batch, args.width, args.tested, args.seed)
+    outcomes, models = run(FORMATS[: args.formats], args.steps, args.batch, args.width, args.tested, args.seed)
     for kind, outcome in outcomes.items():
         print(f"{kind:8}  {outcome.accuracy:6.1%} of {args.tested} new dates exact, loss {outcome.loss:.4f} per character")
         weights = ", ".join(f"{part} {outcome.aligned[part]:.2f} (uniform {outcome.chance[part]:.2f})" for part in PLACES)
@@ -220,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Outcome]:
     matplotlib.use("agg")
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "translate_additive.png"
-    draw_alignment(models, write(datetime.date(2021, 3, 3), "A, e B Y"), path)
+    draw_alignment(models, write(datetime.date(2021, 3, 3), FORMATS[args.formats - 1]), path)
     print(f"alignment: {path}")
     return outcomes
 
