@@ -1,8 +1,8 @@
 """What a page holds of the weights: 8-bit codes, deflated, within a budget of bytes, and the error that this makes.
 
-A weight w of a row with the largest weight m has the code round(levels * (w / m) ** power) and reads back as m * (code / levels) ** (1 / power),
-so a row's largest weight is exact. Where all weights fit with at least 11 levels, all are kept; of more, each row's largest ones and
-means over blocks.
+A weight w of a row with the largest weight m has the code round(levels * (w / m) ** power) and reads back as
+m * (code / levels) ** (1 / power), so a row's largest weight is exact. Where all weights fit with at least 11 levels, all are kept; of
+more, each row's largest ones and means over blocks.
 """
 
 from __future__ import annotations

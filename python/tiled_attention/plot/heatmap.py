@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,8 @@ def heatmap(
     axes: Any = None,
     title: str | None = None,
 ) -> Any:
-    """Draws attention weights: queries down, keys across, one map for each layer (down) and head (across).
+    """Draws attention weights: queries down, keys across, one map for each layer (down) and head
+    (across).
 
     Hidden pairs are hatched grey, so that they cannot be taken for small weights. All maps of a call share one colour bar, from 0 to their
     largest weight (where means over blocks are drawn: to their 99.5 % quantile). Labels are thinned where they would overlap.
@@ -68,10 +70,9 @@ def heatmap(
     chosen = [found[place] for place in _places("layers", layers, range(len(found)))]
     columns = [_places("heads", heads, layer.heads) for layer in chosen]
     shape = (len(chosen), max(len(part) for part in columns))
-    if tile is not None:
-        tile = (tile, tile) if isinstance(tile, int) else tuple(tile)
-        if len(tile) != 2 or not all(isinstance(size, int) and size >= 1 for size in tile):
-            raise ValueError(f"tile must be an integer >= 1 or two of them, got {tile!r}")
+    sizes = () if tile is None else (tile, tile) if isinstance(tile, int) else tuple(tile)
+    if len(sizes) not in (0, 2) or not all(isinstance(size, int) and size >= 1 for size in sizes):
+        raise ValueError(f"tile must be an integer >= 1 or two of them, got {tile!r}")
     given = None if axes is None else _given(axes, shape)
     labels = [labels_of([layer], tokens, key_tokens) for layer in chosen]
     pictures = [_pictures(layer)[part] for layer, part in zip(chosen, columns)]
@@ -95,13 +96,18 @@ def heatmap(
             extent = (0, layer.seqlen_kv, layer.seqlen_q, 0)
             image = axis.imshow(maps[column], cmap=_COLORS, vmin=0, vmax=largest, interpolation="nearest", aspect="auto", extent=extent)
             _draw_hidden(axis, hidden[column], layer)
-            if tile is not None:
-                _draw_tiles(axis, hidden[column], layer, tile)
-            name = ", ".join(filter(None, (layer.name, f"head {layer.heads[part[column]]}")))
-            axis.set_title(title if single and title is not None else name, fontsize=_FONT + 2 if single else _FONT, parse_math=False)
-            _label(axis, labels[row], layer, grid.shape, outer=(row == shape[0] - 1, column == 0))
-    if not single and title is not None and given is None:
-        figure.suptitle(title, fontsize=_FONT + 4, parse_math=False)
+            if sizes:
+                _draw_tiles(axis, hidden[column], layer, sizes)
+            head = f"head {layer.heads[part[column]]}"
+            if single:
+                axis.set_title(title or ", ".join(filter(None, (_short(layer.name, 40), head))), fontsize=_FONT + 2, parse_math=False)
+            elif row == 0 or part != columns[0]:
+                axis.set_title(head, fontsize=_FONT)
+            _label(axis, labels[row], layer, outer=(row == shape[0] - 1, column == 0))
+            if len(grid) > 1 and column == 0:
+                axis.set_ylabel(_short(layer.name, 20), fontsize=_FONT, parse_math=False)
+    if not single and given is None and (title or shape[0] == 1):
+        figure.suptitle(title or chosen[0].name, fontsize=_FONT + 4, parse_math=False)
     looks = {"fraction": 0.05, "pad": 0.02, "aspect": 30, "shrink": 1.0 if shape[0] == 1 else 0.6, "extend": "max" if means else "neither"}
     bar = figure.colorbar(image, ax=grid.ravel().tolist(), **looks)
     bar.set_label("mean weight of a block" if means else "weight", fontsize=_FONT)
@@ -163,7 +169,7 @@ def _hidden(layer: Layer, mask: Mask | Tensor | None, maps: np.ndarray, row: int
     if seen.dim() == 2:
         seen = seen[None]
     if len(seen) not in (1, layer.num_heads):
-        raise ValueError(f"mask must be for 1 or {layer.num_heads} heads, got {tuple(mask.shape) if isinstance(mask, Tensor) else len(seen)}")
+        raise ValueError(f"mask must be for 1 or {layer.num_heads} heads, got {len(seen)}")
     picked = seen[part] if len(seen) > 1 else seen.expand(len(part), -1, -1)
     return np.asarray(~picked.numpy())
 
@@ -184,7 +190,7 @@ def _draw_hidden(axis: Any, hidden: np.ndarray, layer: Layer) -> None:
     down, across = _edges(hidden.shape[0], layer.seqlen_q), _edges(hidden.shape[1], layer.seqlen_kv)
     changes = [0, *(np.flatnonzero((hidden[1:] != hidden[:-1]).any(1)) + 1).tolist(), len(hidden)]
     corners = []
-    for top, bottom in zip(changes[:-1], changes[1:]):
+    for top, bottom in pairwise(changes):
         steps = np.flatnonzero(np.diff(hidden[top].astype(np.int8), prepend=0, append=0))
         for left, right in steps.reshape(-1, 2):
             x, y = across[[left, right]], down[[top, bottom]]
@@ -225,9 +231,7 @@ def _figure_size(layer: Layer, labels: tuple[list[str] | None, list[str] | None]
     return size * columns + 1.4, size * rows * ratio + 0.9
 
 
-def _label(
-    axis: Any, labels: tuple[list[str] | None, list[str] | None], layer: Layer, shape: tuple[int, ...], *, outer: tuple[bool, bool]
-) -> None:
+def _label(axis: Any, labels: tuple[list[str] | None, list[str] | None], layer: Layer, *, outer: tuple[bool, bool]) -> None:
     """Tokens or numbers; on the outer sides of a grid only."""
     bottom, left = outer
     width, height = (72 * size for size in _inches(axis))
@@ -260,10 +264,13 @@ def _ticks(length: int, names: list[str] | None, room: int) -> tuple[list[float]
         room = min(room, 9)
     step = next(step for step in (part * 10**power for power in range(12) for part in (1, 2, 5)) if -(-length // step) <= room)
     chosen = range(0, length, step)
-    texts = [str(index) if names is None else _short(names[index]) for index in chosen]
+    texts = [str(index) if names is None else _short(names[index], _LABEL_CHARACTERS) for index in chosen]
     return [index + 0.5 for index in chosen], texts
 
 
-def _short(label: str) -> str:
+def _short(label: str, most: int) -> str:
+    """The end of a module's path tells more than its beginning; of a token, the beginning does."""
     label = label.replace("\n", "⏎").replace("\t", "⇥")
-    return label if len(label) <= _LABEL_CHARACTERS else label[: _LABEL_CHARACTERS - 1] + "…"
+    if len(label) <= most:
+        return label
+    return "…" + label[1 - most :] if "." in label else label[: most - 1] + "…"

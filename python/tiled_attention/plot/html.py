@@ -66,9 +66,9 @@ def html(
     """A page that shows attention weights: the tokens, where each looks, the map of a head, all heads, and a table.
 
     The page is one file of at most 15 MB that loads nothing: it opens from a disk, in a mail, and in a notebook. Where they fit, it holds
-    every weight in 8-bit codes, as fine as the size allows (256 steps of the square root of the weight's share of its row's largest, down to 12
-    linear steps). Of more, it holds the largest weights of each row, at most 32 of them, and means over blocks, 128 a side. What that
-    leaves as an error is measured and written on the page. It needs a browser of 2023 or later.
+    every weight, in steps as fine as the size allows: 256 of the square root of a weight's share of the largest in its row, down to 12
+    linear ones. Of more, it holds the largest weights of each row, at most 32, and means over blocks, 128 a side. What that leaves as an
+    error is measured and written on the page. It needs a browser of 2023 or later.
 
     Args:
         weights: (seqlen_q, seqlen_kv), (num_heads, seqlen_q, seqlen_kv) or (num_layers, num_heads, seqlen_q, seqlen_kv), float tensors or
@@ -95,10 +95,10 @@ def html(
     queries = queries or [str(index) for index in range(first.seqlen_q)]
     if keys is None and first.seqlen_q != first.seqlen_kv:
         keys = [str(index) for index in range(first.seqlen_kv)]
-    title = "Attention weights" if title is None else str(title)
+    title = ("Attention weights" if title is None else str(title)).encode("utf-8", "replace").decode()
     separate = keys if key_tokens is not None or first.seqlen_q != first.seqlen_kv else None
     about = {"tokens": queries, "key_tokens": separate}
-    fixed = len(_render(title, json.dumps(about), {}).encode()) + sum(_HEADER * (2 + layer.num_heads) + len(json.dumps(name)) for layer, name in zip(layers, names))
+    fixed = len(_render(title, json.dumps([about, names]), {}).encode()) + _HEADER * sum(4 + layer.num_heads for layer in layers)
     encoded = encode(layers, _BUDGET - fixed - 1024)
     for layer, name in zip(encoded.header["layers"], names):
         layer["name"] = name

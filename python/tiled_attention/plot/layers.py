@@ -140,7 +140,7 @@ def labels_of(
     seqlen_q, seqlen_kv = layers[0].seqlen_q, layers[0].seqlen_kv
     if key_tokens is None and seqlen_q == seqlen_kv:
         key_tokens = tokens
-    found = []
+    found: list[list[str] | None] = []
     for name, labels, length in (("tokens", tokens, seqlen_q), ("key_tokens", key_tokens, seqlen_kv)):
         if labels is None:
             found.append(None)

@@ -18,7 +18,7 @@ function buildEvents() {
   $("map").addEventListener("pointerleave", () => {
     tip(null, null);
     state.key = null;
-    drawOverlay();
+    placeMarks();
   });
   $("map").addEventListener("click", (event) => {
     const place = under(event);

@@ -2,7 +2,7 @@
 
 const FONT = "11px system-ui, sans-serif", LABEL = 14, MOST_CELLS = 512;
 const layout = { left: 0, top: 4, width: 0, height: 0, row: 0, column: 0, rows: numQueries, columns: numKeys };
-const base = document.createElement("canvas"), cells = document.createElement("canvas");
+const cells = document.createElement("canvas");
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -73,7 +73,7 @@ function drawMap() {
   const canvas = $("map"), ratio = window.devicePixelRatio || 1, wide = Math.max($("frame").clientWidth, 240);
   if (!state.overview) return;
   paintCells();
-  const pen = base.getContext("2d");
+  const pen = canvas.getContext("2d");
   pen.font = FONT;
   const { rows, columns } = layout;
   // Two passes: the labels need the size of a cell, and cells the size of the labels.
@@ -84,10 +84,8 @@ function drawMap() {
   const down = labelWidth(pen, queryTokens, layout.row, rows, height / rows);
   Object.assign(layout, { left, width, height });
   const full = [left + width + 2, layout.top + height + across.width + 4];
-  for (const surface of [canvas, base]) {
-    surface.width = Math.round(full[0] * ratio);
-    surface.height = Math.round(full[1] * ratio);
-  }
+  canvas.width = Math.round(full[0] * ratio);
+  canvas.height = Math.round(full[1] * ratio);
   canvas.style.width = `${full[0]}px`;
   canvas.style.height = `${full[1]}px`;
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
@@ -111,7 +109,7 @@ function drawMap() {
   for (let j = layout.column; j < layout.column + columns; j += across.every) below(pen, j);
   const end = { row: "largest of the row", one: "1", head: state.map ? text(state.map.largestOfAll) : "" }[$("scale").value];
   $("ramp-end").textContent = page.kept === "all" ? end : `${end} (blocks: ${text(state.overview.largest)})`;
-  drawOverlay();
+  placeMarks();
 }
 
 // The kept weights of the rows in sight, above the means of their blocks.
@@ -141,38 +139,22 @@ function below(pen, j) {
   pen.restore();
 }
 
-function drawOverlay() {
-  const canvas = $("map"), pen = canvas.getContext("2d"), ratio = window.devicePixelRatio || 1;
-  if (!layout.width || !state.overview) return;
-  pen.setTransform(1, 0, 0, 1, 0, 0);
-  pen.clearRect(0, 0, canvas.width, canvas.height);
-  pen.drawImage(base, 0, 0);
-  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-  pen.strokeStyle = style("--accent");
-  pen.lineWidth = state.pinned === null ? 1.5 : 2.5;
-  const high = layout.height / layout.rows, wide = layout.width / layout.columns, seen = state.query - layout.row;
-  if (seen >= 0 && seen < layout.rows) {
-    pen.strokeRect(layout.left, layout.top + seen * high, layout.width, Math.max(high, 1));
-    mark(pen, short(queryTokens[state.query], 14), middle(state.query, "row"));
-  }
-  const column = state.key === null ? -1 : state.key - layout.column;
-  if (column >= 0 && column < layout.columns) {
-    pen.lineWidth = 1;
-    pen.strokeRect(layout.left + column * wide, layout.top, Math.max(wide, 1), layout.height);
-  }
-  canvas.setAttribute("aria-label", `Map of ${nameOfHead()}: ${numQueries} queries down, ${numKeys} keys across. Query ${state.query}, ${shown(queryTokens[state.query])}.`);
-}
-
-// The label of the query in sight, above the thinned ones.
-function mark(pen, label, at) {
-  pen.font = `600 ${FONT}`;
-  pen.textAlign = "right";
-  pen.textBaseline = "middle";
-  const width = Math.min(pen.measureText(label).width, layout.left - 6);
-  pen.fillStyle = style("--ground");
-  pen.fillRect(layout.left - 7 - width, at - LABEL / 2, width + 4, LABEL);
-  pen.fillStyle = style("--accent");
-  pen.fillText(label, layout.left - 5, at, layout.left - 6);
+// The row and the column in sight, and the query's label above the thinned ones: elements, so that a hover need not draw the map again.
+function placeMarks() {
+  const { left, top, width, height } = layout, high = height / layout.rows, wide = width / layout.columns;
+  const row = state.query - layout.row, column = state.key === null ? -1 : state.key - layout.column;
+  const place = (name, seen, box) => {
+    const mark = $(name);
+    mark.hidden = !seen || !width;
+    if (!mark.hidden) for (const [side, value] of Object.entries(box)) mark.style[side] = `${value}px`;
+    return mark;
+  };
+  const inside = row >= 0 && row < layout.rows;
+  place("row-mark", inside, { left, top: top + row * high, width, height: Math.max(high, 1) }).classList.toggle("pinned", state.pinned !== null);
+  place("column-mark", column >= 0 && column < layout.columns, { left: left + column * wide, top, width: Math.max(wide, 1), height });
+  const label = place("query-mark", inside, { top: top + (row + 0.5) * high - LABEL / 2, width: left - 3, height: LABEL });
+  label.textContent = short(queryTokens[state.query], 14);
+  $("map").setAttribute("aria-label", `Map of ${nameOfHead()}: ${numQueries} queries down, ${numKeys} keys across. Query ${state.query}, ${shown(queryTokens[state.query])}.`);
 }
 
 // {query, key} under a pointer, or null

@@ -17,7 +17,7 @@ const nameOfHead = () => nameOf(state.layer, state.head);
 
 function text(weight, smallest = 0) {
   if (weight === 0 && smallest > 0) return `< ${Number(smallest.toPrecision(1))}`;
-  if (weight >= 0.0095) return weight.toFixed(weight >= 0.095 ? 3 : 4);
+  if (weight >= 0.0095) return weight.toFixed(weight >= 0.09995 ? 3 : 4);
   return weight === 0 || weight >= 1e-4 ? String(Number(weight.toPrecision(2))) : weight.toExponential(1);
 }
 
@@ -109,7 +109,7 @@ function look(query, key = null, spoken = false) {
   paintMarks(before);
   paintTop();
   paintTable();
-  drawOverlay();
+  placeMarks();
   if (spoken) say();
 }
 
@@ -184,19 +184,23 @@ function buildHeads() {
       if (h >= layer.heads.length) $("heads").append(element("span"));
       else {
         const label = nameOf(l, h);
-        const canvas = element("canvas", { width: layer.blocks[1], height: layer.blocks[0] });
-        $("heads").append(element("button", { type: "button", "aria-label": label, title: label, "data-layer": l, "data-head": h, "aria-pressed": false }, canvas));
+        const thumb = element("button", { type: "button", "aria-label": label, title: label, "data-layer": l, "data-head": h, "aria-pressed": false }, element("i"));
+        const share = (index, count) => (count > 1 ? (100 * index) / (count - 1) : 0);
+        thumb.firstChild.style.backgroundPosition = `${share(h, most)}% ${share(l, layers.length)}%`;
+        $("heads").append(thumb);
       }
     }
   });
 }
 
+// All pictures of heads are one image: hundreds of canvases would slow every frame.
 async function paintHeads() {
   const all = await Promise.all(layers.map((_, l) => overviewsOf(l)));
-  for (const thumb of document.querySelectorAll("#heads button")) {
-    const map = all[thumb.dataset.layer][thumb.dataset.head];
-    thumb.firstChild.getContext("2d").putImageData(overviewImage(map, true), 0, 0);
-  }
+  const most = Math.max(...all.map((maps) => maps.length)), { rows, columns } = all[0][0];
+  const sheet = element("canvas", { width: most * columns, height: layers.length * rows }), pen = sheet.getContext("2d");
+  all.forEach((maps, l) => maps.forEach((map, h) => pen.putImageData(overviewImage(map, true), h * columns, l * rows)));
+  $("heads").style.setProperty("--sheet", `url(${sheet.toDataURL()})`);
+  $("heads").style.setProperty("--sheet-size", `${100 * most}% ${100 * layers.length}%`);
 }
 
 function overviewImage(map, faint = false) {
