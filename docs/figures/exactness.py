@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,9 @@ ROWS, HEADS, HEAD_DIM = 64, 4, 64
 SEQLENS = (64, 256, 1024, 4096, 16384)
 
 
-def sdpa(backend: SDPBackend, *tensors: Tensor) -> Tensor:
+def sdpa(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(*tensors)
+        return F.scaled_dot_product_attention(query, key, value)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for seqlen in SEQLENS:
         generator = torch.Generator().manual_seed(seqlen)
         tensors = [torch.randn(1, HEADS, rows, HEAD_DIM, generator=generator) for rows in (ROWS, seqlen, seqlen)]
-        exact = ta.reference.attention(*(tensor.double() for tensor in tensors))
+        exact: Any = ta.reference.attention(*(tensor.double() for tensor in tensors))
         found = {
             "SDPA math": sdpa(SDPBackend.MATH, *tensors),
             "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION, *tensors),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import tiled_attention as ta
 from _common import BLACK, BLUE, GREEN, ORANGE, SKY, pyplot, save, start
+
+import tiled_attention as ta
 
 EMBED_DIM, HEADS = 768, 12
 LENGTHS = tuple(2**k for k in range(7, 17))

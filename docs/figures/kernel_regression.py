@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from _common import BLACK, BLUE, GREEN, ORANGE, pyplot, save, start
 
 import tiled_attention as ta
-from _common import BLACK, BLUE, GREEN, ORANGE, pyplot, save, start
 
 ROWS = 256
 DIMS = (16, 64, 256)

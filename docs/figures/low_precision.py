@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from _common import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, pyplot, save, start
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for seqlen in SEQLENS:
         generator = torch.Generator().manual_seed(seqlen)
         query, key, value = (torch.randn(1, 1, rows, HEAD_DIM, generator=generator).bfloat16() for rows in (ROWS, seqlen, seqlen))
-        exact = ta.reference.attention(query.double(), key.double(), value.double())
+        exact: Any = ta.reference.attention(query.double(), key.double(), value.double())
         scores = query.double() @ key.double().mT * HEAD_DIM**-0.5
         sums.append(torch.exp(scores - scores.amax(-1, keepdim=True)).sum(-1).mean().item())
         for name, found in {

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from _common import BLUE, RED, pyplot, save, start
 from torch import Tensor
 
 import tiled_attention as ta
-from _common import BLUE, RED, pyplot, save, start
 
 SEQLEN, EMBED_DIM, HEADS, SHIFT = 64, 32, 4, 100
 

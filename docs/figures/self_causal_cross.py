@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from _common import matrix, pyplot, save, start
 
 import tiled_attention as ta
-from _common import matrix, pyplot, save, start
 
 ENGLISH = ["the", "white", "house", "is", "a", "white", "house"]
 FRENCH = ["la", "maison", "blanche", "est", "une", "belle", "maison", "blanche"]

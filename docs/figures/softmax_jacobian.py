@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-
 from _common import BLUE, SIGNED, matrix, pyplot, save, start
 
 SCORE = torch.tensor([0.5, -0.5, 2.0, 1.0, -1.0, 0.0], dtype=torch.float64)

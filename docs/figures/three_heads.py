@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from _common import matrix, pyplot, save, start
 
 import tiled_attention as ta
-from _common import matrix, pyplot, save, start
 
 WORDS = ["she", "poured", "tea", "into", "the", "cup", "and", "drank", "it"]
 STRENGTH = 8.0  # score of the key that is meant; the others have 0

@@ -119,8 +119,8 @@ def draw(result: Run) -> str:
             if t > home:
                 frames.append((begin, f"transform:scaleY({result.tiles[t - 1].shares[j]:.4f});fill:{OLD}"))
             frames += [(begin + 0.8, f"{height};fill:{color}"), (STEP * (t + 1) - 0.1, f"{height};fill:{color}")]
-        last = f"transform:scaleY({result.tiles[-1].shares[j]:.4f});fill:{OLD}"
-        frames += [(STEP * len(result.tiles), last), (end, last)]
+        shrunk = f"transform:scaleY({result.tiles[-1].shares[j]:.4f});fill:{OLD}"
+        frames += [(STEP * len(result.tiles), shrunk), (end, shrunk)]
         movie.add(f'<rect x="{x}" y="{BASE - TALL}" width="{SLOT - 22}" height="{TALL}" class="bar" {{}}/>', f"bar{j}", frames)
         movie.text(x + SLOT / 2 - 11, BASE + 20, number(score, 2), "middle number")
         movie.text(x + SLOT / 2 - 11, BASE + 40, number(value, 2), "middle number")
@@ -130,9 +130,9 @@ def draw(result: Run) -> str:
     movie.text(LEFT - 10, BASE - TALL + 5, "1", "end label")
     movie.add(f'<path d="M{LEFT - 6} {BASE - TALL}h6" stroke="{INK}"/>')
     for t, tile in enumerate(result.tiles[1:], 1):
-        x = LEFT + SLOT * TILE * t / 2 - 8
+        middle = LEFT + SLOT * TILE * t / 2 - 8
         text = f"\u00d7 {number(tile.factor)}" if tile.factor < 1 else "\u00d7 1: the maximum stays"
-        movie.text(x, BASE - TALL - 8, text, "middle factor", (STEP * t + 0.4, STEP * t + 2.4), f"factor{t}")
+        movie.text(middle, BASE - TALL - 8, text, "middle factor", (STEP * t + 0.4, STEP * t + 2.4), f"factor{t}")
 
     names = ("maximum of tile", "running maximum m", "factor", "row sum \u2113", "output a", "a / \u2113")
     columns = list(zip((190, 352, 460, 578, 710, 838), names))

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from _common import BLUE, RED, matrix, pyplot, save, start
 from matplotlib.colors import LogNorm
 from torch import Tensor
 
 import tiled_attention as ta
-from _common import BLUE, RED, matrix, pyplot, save, start
 
 SEQLEN, HEAD_DIM = 24, 16
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from _common import BLACK, BLUE, RED, pyplot, save, start
 
 import tiled_attention as ta
-from _common import BLACK, BLUE, RED, pyplot, save, start
 
 SEQLEN_KV, QUERIES = 64, 2000
 DIMS = (4, 8, 16, 32, 64, 128, 256, 512)
