@@ -152,7 +152,7 @@ function placeMarks() {
   const inside = row >= 0 && row < layout.rows;
   place("row-mark", inside, { left, top: top + row * high, width, height: Math.max(high, 1) }).classList.toggle("pinned", state.pinned !== null);
   place("column-mark", column >= 0 && column < layout.columns, { left: left + column * wide, top, width: Math.max(wide, 1), height });
-  const label = place("query-mark", inside, { top: top + (row + 0.5) * high - LABEL / 2, width: left - 3, height: LABEL });
+  const label = place("query-mark", inside, { top: top + (row + 0.5) * high - LABEL / 2, width: left - 4, height: LABEL });
   label.textContent = short(queryTokens[state.query], 14);
   $("map").setAttribute("aria-label", `Map of ${nameOfHead()}: ${numQueries} queries down, ${numKeys} keys across. Query ${state.query}, ${shown(queryTokens[state.query])}.`);
 }

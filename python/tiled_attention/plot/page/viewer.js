@@ -184,23 +184,36 @@ function buildHeads() {
       if (h >= layer.heads.length) $("heads").append(element("span"));
       else {
         const label = nameOf(l, h);
-        const thumb = element("button", { type: "button", "aria-label": label, title: label, "data-layer": l, "data-head": h, "aria-pressed": false }, element("i"));
-        const share = (index, count) => (count > 1 ? (100 * index) / (count - 1) : 0);
-        thumb.firstChild.style.backgroundPosition = `${share(h, most)}% ${share(l, layers.length)}%`;
-        $("heads").append(thumb);
+        $("heads").append(element("button", { type: "button", "aria-label": label, title: label, "data-layer": l, "data-head": h, "aria-pressed": false }));
       }
     }
   });
 }
 
-// All pictures of heads are one image: hundreds of canvases would slow every frame.
+// All pictures of heads stand on one canvas behind the buttons: hundreds of them would slow every frame.
 async function paintHeads() {
   const all = await Promise.all(layers.map((_, l) => overviewsOf(l)));
-  const most = Math.max(...all.map((maps) => maps.length)), { rows, columns } = all[0][0];
-  const sheet = element("canvas", { width: most * columns, height: layers.length * rows }), pen = sheet.getContext("2d");
-  all.forEach((maps, l) => maps.forEach((map, h) => pen.putImageData(overviewImage(map, true), h * columns, l * rows)));
-  $("heads").style.setProperty("--sheet", `url(${sheet.toDataURL()})`);
-  $("heads").style.setProperty("--sheet-size", `${100 * most}% ${100 * layers.length}%`);
+  const sheet = $("sheet"), ratio = window.devicePixelRatio || 1, pen = sheet.getContext("2d"), one = document.createElement("canvas");
+  const thumbs = [...document.querySelectorAll("#heads button")].map((thumb) => {
+    const { offsetLeft: x, offsetTop: y, offsetWidth: width, offsetHeight: height } = thumb;
+    return { x, y, width, height, map: all[thumb.dataset.layer][thumb.dataset.head] };
+  });
+  const end = (side, size) => Math.max(...thumbs.map((box) => box[side] + box[size]));
+  const [width, height] = [end("x", "width"), end("y", "height")];
+  Object.assign(sheet, { width: Math.round(width * ratio), height: Math.round(height * ratio) });
+  Object.assign(sheet.style, { width: `${width}px`, height: `${height}px` });
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  pen.imageSmoothingEnabled = false;
+  const hidden = page.causal ? [style("--hidden"), hatch(pen)] : [];
+  for (const { x, y, width, height, map } of thumbs) {
+    for (const fill of hidden) {
+      pen.fillStyle = fill;
+      pen.fillRect(x, y, width, height);
+    }
+    Object.assign(one, { width: map.columns, height: map.rows });
+    one.getContext("2d").putImageData(overviewImage(map, true), 0, 0);
+    pen.drawImage(one, x, y, width, height);
+  }
 }
 
 function overviewImage(map, faint = false) {
