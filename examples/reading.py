@@ -8,7 +8,7 @@ that its weights say where the answer was found. A story mentions places where n
 import argparse
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import matplotlib
@@ -169,25 +169,26 @@ def examine(model: Reader, stories: Sequence[Story]) -> Outcome:
 
 @torch.no_grad()
 def draw_weights(model: Reader, story: Story, path: Path) -> None:
-    """The questions (down) over the words of the story (across)."""
+    """The questions (down), each once, over the words of the story (across)."""
     from matplotlib import pyplot
 
+    story = replace(story, questions=tuple(dict.fromkeys(story.questions)))
     _, weights, _ = ask(model, [story])
     figure, axes = pyplot.subplots(figsize=(0.26 * len(story.words) + 2, 0.3 * len(story.questions) + 1.5))
-    labels = [" ".join(question.words) for question in story.questions]
+    labels = [f"{question.words[0]}: {question.words[-2]}" for question in story.questions]
     ta.plot.heatmap(weights[0], tokens=labels, key_tokens=list(story.words), axes=axes, title="Where each question looks")
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
 
 
-def run(steps: int, batch: int, width: int, sentences: int, tested: int, seed: int) -> tuple[Outcome, Reader, list[Story]]:
-    """Trains, and asks about `tested` new stories of full length."""
+def run(steps: int, batch: int, width: int, sentences: int, tested: int, seed: int) -> tuple[Outcome, Reader, Story]:
+    """Trains, and asks about `tested` new stories of full length; the story of the return has many questions."""
     torch.manual_seed(seed)
     draw = random.Random(seed)
     model = Reader(width, 6 * (sentences + 8))
     train(model, steps, batch, sentences, draw)
     stories = [tell(draw, sentences, 4) for _ in range(tested)]
-    return examine(model.eval(), stories), model, stories
+    return examine(model.eval(), stories), model, tell(draw, sentences, 24)
 
 
 def main(argv: Sequence[str] | None = None) -> Outcome:
@@ -205,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> Outcome:
         if getattr(args, name) < smallest:
             parser.error(f"argument --{name}: expected at least {smallest}, got {getattr(args, name)}")
 
-    outcome, model, stories = run(args.steps, args.batch, args.width, args.sentences, args.tested, args.seed)
+    outcome, model, story = run(args.steps, args.batch, args.width, args.sentences, args.tested, args.seed)
     for word in QUESTIONS:
         print(
             f"{word:5}  {outcome.accuracy[word]:6.1%} right; weight on the answer's word {outcome.on_answer[word]:.2f} "
@@ -214,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> Outcome:
     matplotlib.use("agg")
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "reading.png"
-    draw_weights(model, stories[0], path)
+    draw_weights(model, story, path)
     print(f"weights: {path}")
     return outcome
 

@@ -76,6 +76,7 @@ def test_wrong_option(name: str, arguments: list[str], message: str, capsys: pyt
 WRONG = [
     ("translate_additive", ["--steps", "0"], "argument --steps: expected 1 to 1000000, got 0"),
     ("translate_additive", ["--tested", "36525"], "argument --tested: expected 1 to 36524, got 36525"),
+    ("translate_additive", ["--formats", "10"], "argument --formats: expected 1 to 9, got 10"),
     ("streaming", ["--window", "0"], "argument --window: expected at least 1, got 0"),
     ("streaming", ["--model", "gpt"], "argument --model: invalid choice: 'gpt'"),
     ("reading", ["--sentences", "2"], "argument --sentences: expected at least 3, got 2"),
@@ -117,10 +118,10 @@ def test_unknown_example(capsys: pytest.CaptureFixture[str]):
 
 
 def test_dates_are_read_where_they_are_written(run: Callable[..., Any], tmp_path: Path):
-    outcomes = run("translate_additive", "--steps", 150, "--batch", 48, "--width", 48, "--tested", 180)
+    outcomes = run("translate_additive", "--formats", 2, "--steps", 200, "--batch", 16, "--tested", 200)
     assert set(outcomes) == {"additive", "luong"}
     for outcome in outcomes.values():
-        assert outcome.accuracy >= 0.9
+        assert outcome.accuracy >= 0.75
         for part in ("year", "month", "day"):
             assert outcome.aligned[part] >= 2 * outcome.chance[part]
     assert pictures(tmp_path) == {"translate_additive.png"}
@@ -143,19 +144,19 @@ def test_dates_of_the_test_are_not_trained_on(monkeypatch: pytest.MonkeyPatch):
     tested: list[str] = []
     monkeypatch.setattr(example, "train", lambda model, dates, *rest: trained.extend(dates) or 0.0)
     monkeypatch.setattr(example, "examine", lambda model, written, loss: tested.extend(w.target for w in written))
-    example.run(steps=1, batch=1, width=8, tested=100, seed=0)
+    example.run(example.FORMATS, steps=1, batch=1, width=8, tested=100, seed=0)
     assert len(set(tested)) == 100 and not set(tested) & {date.isoformat() for date in trained}
 
 
 @pytest.mark.parametrize("block", [1, 16])
 def test_streams_equal_the_dense_mask_in_flat_memory(block: int, run: Callable[..., Any], tmp_path: Path):
-    outcomes = run("streaming", "--model", "random", "--tokens", 320, "--window", 24, "--block", block, "--new", 3)
+    outcomes = run("streaming", "--model", "random", "--tokens", 160, "--window", 24, "--block", block, "--new", 3)
     everything, *rings = outcomes.values()
     for outcome in outcomes.values():
         assert outcome.difference <= 1e-5
         assert len(outcome.continuation) == 3 and all(0 <= token < 97 for token in outcome.continuation)
     size = everything.cache_bytes[0] / block  # of a token
-    assert everything.cache_bytes == [size * min(320, block * (index + 1)) for index in range(len(everything.cache_bytes))]
+    assert everything.cache_bytes == [size * min(160, block * (index + 1)) for index in range(len(everything.cache_bytes))]
     for ring, sinks in zip(rings, (0, 4)):
         assert ring.cache_bytes[-1] == ring.cache_bytes[len(ring.cache_bytes) // 2] == size * (24 + sinks + block - 1)
     assert pictures(tmp_path) == {"streaming.png"}
@@ -174,9 +175,9 @@ def test_a_stream_that_forgets_its_sinks_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_question_word_looks_at_its_place(run: Callable[..., Any], tmp_path: Path):
-    outcome = run("reading", "--steps", 150, "--sentences", 4, "--tested", 100)
+    outcome = run("reading", "--steps", 150, "--batch", 32, "--sentences", 4, "--tested", 100)
     for word in ("where", "who"):
-        assert outcome.accuracy[word] >= 0.95
+        assert outcome.accuracy[word] >= 0.9
         assert outcome.on_answer[word] >= 0.8 > 2 * outcome.chance[word]
         assert outcome.on_kind[word] >= 0.95
     assert pictures(tmp_path) == {"reading.png"}
@@ -199,9 +200,9 @@ def test_answers_of_stories():
 
 
 def test_fine_tuning_has_one_loss_curve(run: Callable[..., Any], tmp_path: Path):
-    outcomes = run("finetune_text", "--steps", 4, "--batch", 4, "--tested", 8)
+    outcomes = run("finetune_text", "--steps", 3, "--batch", 4, "--tested", 8)
     stock, math, *ours = outcomes.values()
-    assert len(stock.loss) == 4 and stock.difference == 0 and not any(stock.served.values()) and not any(math.served.values())
+    assert len(stock.loss) == 3 and stock.difference == 0 and not any(stock.served.values()) and not any(math.served.values())
     for outcome in ours:
         assert outcome.difference <= 4 * math.difference + 16 * 2.0**-24
         assert len(outcome.served) == 7 and all(outcome.served.values())
@@ -212,4 +213,4 @@ def test_fine_tuning_has_one_loss_curve(run: Callable[..., Any], tmp_path: Path)
 def test_speeches_hold_what_is_said():
     said = load("finetune_text").speeches("tragedies/hamlet")
     assert len(said) > 500 and not any(mark in speech for speech in said for mark in ("**", "_", "#"))
-    assert said[0].startswith("Nay, answer me")
+    assert said[0] == "'Tis now struck twelve; get thee to bed, Francisco."
