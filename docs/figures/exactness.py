@@ -28,12 +28,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     between: dict[str, list[float]] = {}
     for seqlen in SEQLENS:
         generator = torch.Generator().manual_seed(seqlen)
-        query, key, value = (torch.randn(1, HEADS, rows, HEAD_DIM, generator=generator) for rows in (ROWS, seqlen, seqlen))
-        exact: Any = ta.reference.attention(query.double(), key.double(), value.double())
-        found: dict[str, Any] = {
-            "SDPA math": sdpa(SDPBackend.MATH, query, key, value),
-            "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION, query, key, value),
-            "ta.attention": ta.attention(query, key, value),
+        tensors = [torch.randn(1, HEADS, rows, HEAD_DIM, generator=generator) for rows in (ROWS, seqlen, seqlen)]
+        exact: Any = ta.reference.attention(*(tensor.double() for tensor in tensors))
+        found = {
+            "SDPA math": sdpa(SDPBackend.MATH, *tensors),
+            "SDPA flash": sdpa(SDPBackend.FLASH_ATTENTION, *tensors),
+            "ta.attention": ta.attention(*tensors),
         }
         for name, result in found.items():
             errors.setdefault(name, []).append(((result - exact).norm() / exact.norm()).item())

@@ -119,8 +119,8 @@ def draw(result: Run) -> str:
             if t > home:
                 frames.append((begin, f"transform:scaleY({result.tiles[t - 1].shares[j]:.4f});fill:{OLD}"))
             frames += [(begin + 0.8, f"{height};fill:{color}"), (STEP * (t + 1) - 0.1, f"{height};fill:{color}")]
-        last = f"transform:scaleY({result.tiles[-1].shares[j]:.4f});fill:{OLD}"
-        frames += [(STEP * len(result.tiles), last), (end, last)]
+        shrunk = f"transform:scaleY({result.tiles[-1].shares[j]:.4f});fill:{OLD}"
+        frames += [(STEP * len(result.tiles), shrunk), (end, shrunk)]
         movie.add(f'<rect x="{x}" y="{BASE - TALL}" width="{SLOT - 22}" height="{TALL}" class="bar" {{}}/>', f"bar{j}", frames)
         movie.text(x + SLOT / 2 - 11, BASE + 20, number(score, 2), "middle number")
         movie.text(x + SLOT / 2 - 11, BASE + 40, number(value, 2), "middle number")

@@ -40,7 +40,7 @@ SMALL = (
     "tests/test_dropout.py",
     " ".join(f"tests/test_sparse_masks.py::test_{name}" for name in LISTS),
     "tests/test_masks.py tests/test_rotate.py tests/test_bias_by_distance.py tests/test_tf32.py",
-    "tests/test_library_errors.py tests/test_errors.py tests/test_linear_errors.py",
+    "tests/test_library_errors.py tests/test_errors.py tests/test_linear_errors.py tests/test_support.py",
 )
 ALL = (
     *SMALL,

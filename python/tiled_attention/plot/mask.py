@@ -1,4 +1,4 @@
-"""Pictures: needs matplotlib (`pip install tiled-attention[compare]`)."""
+"""The picture of a mask."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .block_list import shares
-from .masks import Mask
+from ..block_list import shares
+from ..masks import Mask
 
 _PIXELS = 512  # lengths up to which every pair is a pixel
 
@@ -25,7 +25,8 @@ def mask(mask: Mask | Tensor, seqlen_q: int, seqlen_kv: int, *, query_offset: in
         The axes. Where batch items or heads differ, the mean over them is drawn.
 
     Raises:
-        ImportError without matplotlib; ValueError or TypeError naming `mask` or a length.
+        ImportError: without matplotlib.
+        ValueError, TypeError: naming `mask` or a length.
     """
     try:
         from matplotlib import pyplot
