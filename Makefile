@@ -29,10 +29,10 @@ endif
 LOCKED := -c $(STAMPS)/constraints.txt
 
 CPP := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
-PY := python tests benchmarks examples tools setup.py
+PY := python tests benchmarks examples tools docs/figures setup.py
 
 .PHONY: help dev test test-fast test-native test-native-all check check-cpp check-python check-types check-tree check-example check-cuda gpu format \
-  bench compare dist clean
+  bench compare examples docs dist clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -44,6 +44,8 @@ help:
 	@echo 'make gpu                      on a machine with a GPU: build, validate and time the CUDA kernels'
 	@echo 'make check | format           formatting, lint, types, layers, file sizes, symbols, the example'
 	@echo 'make bench [OP=attention]     the benchmark, of one operator (attention, linear, decode, ...) if named'
+	@echo 'make docs                     the documentation in build/site, and a check of its links'
+	@echo 'make examples [ARGS=NAME]     the worked examples, whole; pictures in example-results'
 	@echo 'make dev                      editable build in $(ENV)'
 	@echo 'make dist                     sdist, a wheel built from it, and that wheel tried in a fresh environment'
 	@echo 'make clean                    remove builds and caches; remove .venv by hand'
@@ -123,8 +125,16 @@ format: $(STAMPS)/dev.txt
 compare: $(COMPARE)
 	$(ENV_PYTHON) -m tiled_attention compare --out compare-results $(ARGS)
 
+examples: $(COMPARE)
+	$(ENV_PYTHON) tools/run_examples.py $(ARGS)
+
 bench: $(COMPARE)
 	$(ENV_PYTHON) benchmarks/run.py $(OP) $(ARGS)
+
+# Strict: a warning is an error. Nothing is fetched, neither here nor by the built pages.
+docs: $(STAMPS)/docs.txt
+	NO_MKDOCS_2_WARNING=1 $(ENV_PYTHON) -m mkdocs build --strict
+	$(ENV_PYTHON) tools/check_site.py build/site
 
 # What a user installs: a wheel built from the sdist, run outside this folder in an environment that has only its dependencies.
 FRESH := build/fresh
@@ -137,5 +147,5 @@ dist: $(STAMPS)/dev.txt
 	cd $(FRESH) && bin/python -m tiled_attention info && bin/python quickstart.py
 
 clean:
-	rm -rf build dist compare-results $(STAMPS) .mypy_cache .pytest_cache .ruff_cache python/*.egg-info python/tiled_attention/*.so
+	rm -rf build dist compare-results example-results $(STAMPS) .mypy_cache .pytest_cache .ruff_cache python/*.egg-info python/tiled_attention/*.so
 	find python tests benchmarks examples tools -name __pycache__ -type d -prune -exec rm -rf {} +

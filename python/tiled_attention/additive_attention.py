@@ -92,7 +92,7 @@ def additive_attention(
     torch.func; inside torch.compile once in reverse mode. Autocast casts query, key and value.
 
     Raises:
-        ValueError, TypeError or RuntimeError naming the argument, what was expected and what came.
+        ValueError, TypeError, RuntimeError: naming the argument, what was expected and what came.
 
     Source: Bahdanau, Cho and Bengio, Neural machine translation by jointly learning to align and translate (2015), section 3.1 and
     appendix A.1.2.
@@ -128,7 +128,7 @@ def additive_attention_weights(
     Differentiable as `additive_attention` is.
 
     Raises:
-        ValueError, TypeError or RuntimeError naming the argument, what was expected and what came.
+        ValueError, TypeError, RuntimeError: naming the argument, what was expected and what came.
     """
     args = _prepare(query, key, None, score_weight, mask, dropout_p, generator, query_offset)
     if rows is not None:

@@ -27,8 +27,6 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class record_attention:
     """Capture the attention weights inside a model while it runs, without changing what it computes.
 
-    ::
-
         with ta.record_attention(model) as recording:
             model(x)
         recording[0].weights(rows=[-1])  # (batch, heads, 1, seqlen_kv)
@@ -59,9 +57,11 @@ class record_attention:
     recording.
 
     Raises:
-        TypeError or ValueError naming model, layers, heads or rows: at once where they cannot be right for any call, out of the model's
-        forward where an index is out of range for a call, at the end of the block where `layers` asks for a module that did not attend. A
-        warning where nothing was recorded.
+        TypeError, ValueError: naming model, layers, heads or rows: at once where they cannot be right for any call, out of the model's
+            forward where an index is out of range for a call, at the end of the block where `layers` asks for a module that did
+            not attend.
+
+    Warns where nothing was recorded.
     """
 
     def __init__(

@@ -68,8 +68,9 @@ class RecordedAttention:
             per head, unless `record_attention(rows=)` kept these rows.
 
         Raises:
-            ValueError naming rows or heads where one is out of range or was not recorded, TypeError where one is no integer. RuntimeError
-            where a mask or bias of the call was changed in place since.
+            ValueError: naming rows or heads, where one is out of range or was not recorded.
+            TypeError: where one is no integer.
+            RuntimeError: where a mask or bias of the call was changed in place since.
         """
         chosen = self.heads if heads is None else self._among("heads", heads, self.num_heads, self.heads)
         places = [self.heads.index(head) for head in chosen]
@@ -99,8 +100,8 @@ class RecordedAttention:
             than `blocks`, and likewise blocks_kv.
 
         Raises:
-            ValueError or TypeError naming blocks. RuntimeError where `record_attention(rows=)` kept rows only, or where a mask or bias of
-            the call was changed in place since.
+            ValueError, TypeError: naming blocks.
+            RuntimeError: where `record_attention(rows=)` kept rows only, or where a mask or bias of the call was changed in place since.
         """
         if isinstance(blocks, bool) or not isinstance(blocks, int):
             raise TypeError(f"blocks must be an integer >= 1, got {blocks!r}")

@@ -41,7 +41,8 @@ def scaled_dot_product_attention(
 
     Args:
         query: (..., seqlen_q, head_dim), at least 2-D; the dimension before seqlen_q counts as heads where it is there.
-        key: (..., seqlen_kv, head_dim); value: (..., seqlen_kv, head_dim_v). Leading dimensions broadcast, without copies.
+        key: (..., seqlen_kv, head_dim). Leading dimensions broadcast, without copies.
+        value: (..., seqlen_kv, head_dim_v).
         attn_mask: broadcastable to (..., seqlen_q, seqlen_kv): bool, True = attend, or float, added to the scores: the dtype of query or
             float32. May require a gradient. Or a torch.nn.attention.bias.CausalBias.
         dropout_p: in [0, 1]. Applied whatever the mode of the caller, as in torch.
@@ -54,7 +55,7 @@ def scaled_dot_product_attention(
         (..., seqlen_q, head_dim_v), dtype of query.
 
     Raises:
-        TypeError, ValueError or RuntimeError, naming the argument, where torch raises.
+        TypeError, ValueError, RuntimeError: naming the argument, where torch raises.
     """
     if (
         attn_mask is None

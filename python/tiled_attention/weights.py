@@ -49,7 +49,7 @@ def attention_weights(
     Differentiable as `attention` is.
 
     Raises:
-        ValueError, TypeError or RuntimeError naming the argument, what was expected and what came.
+        ValueError, TypeError, RuntimeError: naming the argument, what was expected and what came.
     """
     args = prepare(query, key, None, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset, rotary)
     if rows is not None:
