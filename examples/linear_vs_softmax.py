@@ -4,8 +4,8 @@
 
 First the copy task of reverse_task.py: n symbols, n blanks, and the symbols are to be written at the blanks. Two encoders of one layer and
 the same size learn it for the same number of steps, one with softmax attention and one with linear attention, whose weights come from
-elu(x) + 1 (Katharopoulos et al., "Transformers are RNNs", 2020). A blank has to pick one of 2 n tokens by its position; the softmax can
-make a weight as sharp as it likes, a product of head_dim positive features cannot.
+elu(x) + 1 (Katharopoulos et al., "Transformers are RNNs", 2020). Copying needs weights that are the identity, of rank n; those of linear
+attention are a product of features, of rank head_dim at most in each head, which the exponential of the softmax is not.
 
 Then one head of 64 features, forward and backward, without a model around it: softmax attention by matrix products (math), the same from
 tiles (tiled), and causal linear attention. Each measurement has a process of its own, and its memory is what the system says that the
