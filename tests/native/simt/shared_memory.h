@@ -49,6 +49,7 @@ SIMT_NOTSAN inline void allocate_shared(Block& block, size_t bytes) {
   block.shared = bytes ? new_shared(block.shared_allocated) : nullptr;
   block.layouts = 0;
   block.carved.clear();
+  block.statics.reserve(kMaxPieces);  // a trace looks at them whenever memory is written
   if (!bytes) return;
   memset(block.shared + bytes, kFill, block.shared_allocated - bytes);
   hide(block.shared + bytes, block.shared_allocated - bytes);
