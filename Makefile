@@ -29,10 +29,10 @@ endif
 LOCKED := -c $(STAMPS)/constraints.txt
 
 CPP := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
-PY := python tests benchmarks examples tools setup.py
+PY := python tests benchmarks examples tools docs/figures setup.py
 
 .PHONY: help dev test test-fast test-native test-native-all check check-cpp check-python check-types check-tree check-example check-cuda gpu format \
-  bench compare examples dist clean
+  bench compare examples docs dist clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -44,6 +44,7 @@ help:
 	@echo 'make gpu                      on a machine with a GPU: build, validate and time the CUDA kernels'
 	@echo 'make check | format           formatting, lint, types, layers, file sizes, symbols, the example'
 	@echo 'make bench [OP=attention]     the benchmark, of one operator (attention, linear, decode, ...) if named'
+	@echo 'make docs                     the documentation in build/site, and a check of its links'
 	@echo 'make examples [ARGS=NAME]     the worked examples, whole; pictures in example-results'
 	@echo 'make dev                      editable build in $(ENV)'
 	@echo 'make dist                     sdist, a wheel built from it, and that wheel tried in a fresh environment'
@@ -129,6 +130,11 @@ examples: $(COMPARE)
 
 bench: $(COMPARE)
 	$(ENV_PYTHON) benchmarks/run.py $(OP) $(ARGS)
+
+# Strict: a warning is an error. Nothing is fetched, neither here nor by the built pages.
+docs: $(STAMPS)/docs.txt
+	NO_MKDOCS_2_WARNING=1 $(ENV_PYTHON) -m mkdocs build --strict
+	$(ENV_PYTHON) tools/check_site.py build/site
 
 # What a user installs: a wheel built from the sdist, run outside this folder in an environment that has only its dependencies.
 FRESH := build/fresh

@@ -2,8 +2,8 @@
 
     python benchmarks/page.py [--models] [--json FILE]
 
-`draw` is the time from the start of the navigation until everything is painted, `hover` that from a pointer event to the end of the frame that
-answers it, median and largest over 64 tokens. Without --models, weights are made up: 12 layers of 12 heads.
+`draw` is the time from the start of the navigation until everything is painted, `hover` that from a pointer event to the end of the frame
+that answers it, median and largest over 64 tokens. Without --models, weights are made up: 12 layers of 12 heads.
 """
 
 import argparse
@@ -106,8 +106,9 @@ def main() -> None:
             row = measure(name, session, Path(folder))
             rows.append(row)
             error, hover = row["error"], row["hover_ms"]
-            cells = (f"{row['megabytes']:.1f}", f"{error['largest_of_row']:.2%}", f"{error['mean']:.2g}", f"{row['make_seconds']:.1f} s")
-            table.add_row(name, str(row["maps"]), *cells, f"{row['draw_ms']:.0f} ms", f"{hover['median']:.0f} ms", f"{hover['largest']:.0f} ms")
+            size = (f"{row['megabytes']:.1f}", f"{error['largest_of_row']:.2%}", f"{error['mean']:.2g}")
+            times = [f"{row['make_seconds']:.1f} s", *(f"{ms:.0f} ms" for ms in (row["draw_ms"], hover["median"], hover["largest"]))]
+            table.add_row(name, str(row["maps"]), *size, *times)
     Console(width=140).print(table)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(rows, indent=1))

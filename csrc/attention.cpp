@@ -203,6 +203,65 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
   release_gradients(grads, inputs, kNumGradients, real, args.query.device, stack);
 }
 
+#ifdef TILED_ATTENTION_BACKEND_CPU
+// ()
+void attention_fwd_add(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  AttentionArguments args = take_attention_arguments(&arguments);
+  Tensor out = arguments.tensor("out");
+  Tensor lse = arguments.tensor("lse");
+  Tensor residual = arguments.tensor("residual");
+  const Backend backend("_attention_fwd_add_", arguments.device());
+
+  AttentionParams params;
+  BatchDims batch_dims;
+  const ScoreShape scores = check_attention(&args, &params, &batch_dims);
+  const auto add = [&](const Tensor& tensor, DType type, TensorView* view) { batch_dims.add(tensor, type, view); };
+  check_results(args.query, &out, &residual, &params, add);
+  read(&lse);
+  if (!lse.is_contiguous()) fail("lse must be contiguous");
+  params.lse = check_lse(&lse, real_dtype(args.query.dtype), scores.sizes, scores.rank - 1);
+  finish_batch(backend, scores, &batch_dims, &args, &params);
+  if (has_rows(params) && params.seqlen_kv != 0) backend.attention_fwd_add(params);
+}
+
+// ()
+void attention_bwd_add(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  Tensor grad_out = arguments.tensor("grad_out");
+  Tensor grad_lse = arguments.optional_tensor("grad_lse");
+  AttentionArguments args = take_attention_arguments(&arguments);
+  Tensor out = arguments.tensor("out");
+  Tensor lse = arguments.tensor("lse");
+  Tensor residual = arguments.tensor("residual");
+  Tensor grads[] = {arguments.optional_tensor("grad_query"), arguments.optional_tensor("grad_key"), arguments.optional_tensor("grad_value"),
+                    arguments.optional_tensor("grad_alibi_slopes")};
+  const Backend backend("_attention_bwd_add_", arguments.device());
+
+  AttentionBackwardParams params;
+  AttentionParams& forward = params.forward;
+  BatchDims batch_dims;
+  const ScoreShape scores = check_attention(&args, &forward, &batch_dims);
+  const auto add = [&](const Tensor& tensor, DType type, TensorView* view) { batch_dims.add(tensor, type, view); };
+  check_backward(args.query, &grad_out, &grad_lse, &out, &lse, &residual, scores.sizes, scores.rank - 1, &params, add);
+  const Tensor* const inputs[] = {&args.query, &args.key, &args.value};
+  TensorView* const views[] = {&params.grad_query, &params.grad_key, &params.grad_value};
+  for (int i = 0; i < 3; ++i) {
+    if (!grads[i]) continue;
+    read(&grads[i]);
+    check_dtype(grads[i], args.query.dtype);
+    check_shape(grads[i], inputs[i]->sizes, inputs[i]->rank);
+    add(grads[i], forward.dtype, views[i]);
+  }
+  if (grads[3]) {
+    check_array(&grads[3], real_dtype(args.query.dtype), forward.num_heads);
+    params.grad_alibi_slopes = grads[3].data;
+  }
+  finish_batch(backend, scores, &batch_dims, &args, &forward);
+  if (has_rows(forward) && forward.seqlen_kv != 0) backend.attention_bwd_add(params);
+}
+#endif
+
 // Real (..., num_heads or 1, num_rows, seqlen_kv)
 void attention_weights(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
@@ -348,6 +407,10 @@ STABLE_TORCH_LIBRARY_IMPL(tiled_attention, DISPATCH_KEY, m) {
   m.impl("attention_weights", &tiled_attention::attention_weights);
   m.impl("dropout_mask", &tiled_attention::dropout_mask);
   m.impl("_blocks_dense", &tiled_attention::blocks_dense);
+#ifdef TILED_ATTENTION_BACKEND_CPU
+  m.impl("_attention_fwd_add_", &tiled_attention::attention_fwd_add);
+  m.impl("_attention_bwd_add_", &tiled_attention::attention_bwd_add);
+#endif
 }
 
 // No argument need be a tensor: on the CPU no backend key may be there to choose by.

@@ -70,6 +70,20 @@ inline void check_wanted(int64_t wanted, int count) {
   if (wanted < 0 || wanted >> count) fail("gradients must be in [0, ", 1 << count, "), got ", wanted);
 }
 
+// Results of the forward as arguments: views by add(tensor, dtype, view).
+template <class Add>
+void check_results(const Tensor& query, Tensor* out, Tensor* residual, AttentionParams* forward, const Add& add) {
+  read(out);
+  check_like(*out, query, forward->head_dim_v);
+  add(*out, forward->dtype, &forward->out);
+  read(residual);
+  if (residual->rank != 1 || residual->size(0) != 0) {
+    check_like(*residual, query, forward->head_dim_v);
+    if (!is_16_bit(query.dtype)) fail("residual must have shape (0,) beside a query of ", DTypeName{query.dtype}, ", got ", residual->shape());
+    add(*residual, forward->dtype, &forward->residual);
+  }
+}
+
 // What a backward operator gets beside the arguments of the forward: views by add(tensor, dtype, view), and lse.
 template <class Add>
 void check_backward(const Tensor& query, Tensor* grad_out, Tensor* grad_lse, Tensor* out, Tensor* lse, Tensor* residual, const int64_t* lse_sizes,
@@ -78,15 +92,7 @@ void check_backward(const Tensor& query, Tensor* grad_out, Tensor* grad_lse, Ten
   read(grad_out);
   check_like(*grad_out, query, forward.head_dim_v);
   add(*grad_out, forward.dtype, &params->grad_out);
-  read(out);
-  check_like(*out, query, forward.head_dim_v);
-  add(*out, forward.dtype, &forward.out);
-  read(residual);
-  if (residual->rank != 1 || residual->size(0) != 0) {
-    check_like(*residual, query, forward.head_dim_v);
-    if (!is_16_bit(query.dtype)) fail("residual must have shape (0,) beside a query of ", DTypeName{query.dtype}, ", got ", residual->shape());
-    add(*residual, forward.dtype, &forward.residual);
-  }
+  check_results(query, out, residual, &forward, add);
   const int32_t real = real_dtype(query.dtype);
   forward.lse = check_lse(lse, real, lse_sizes, lse_rank);
   if (*grad_lse) params->grad_lse = check_lse(grad_lse, real, lse_sizes, lse_rank);

@@ -4,5 +4,6 @@
 #if defined(TILED_ATTENTION_BACKEND_CUDA) || defined(TILED_ATTENTION_BACKEND_EMULATED)
 #include "backend_cuda.h"
 #else
+#define TILED_ATTENTION_BACKEND_CPU
 #include "backend_cpu.h"
 #endif

@@ -20,6 +20,9 @@ class Backend {
 
   void attention_fwd(const AttentionParams& params) const { run(table_.attention_fwd_scratch, table_.attention_fwd, params); }
   void attention_bwd(const AttentionBackwardParams& params) const { run(table_.attention_bwd_scratch, table_.attention_bwd, params); }
+  // Add to the results that are there.
+  void attention_fwd_add(const AttentionParams& params) const { run(table_.attention_fwd_scratch, table_.attention_fwd_add, params); }
+  void attention_bwd_add(const AttentionBackwardParams& params) const { run(table_.attention_bwd_scratch, table_.attention_bwd_add, params); }
   // Packed sequences.
   void attention_varlen_fwd(const AttentionParams& params) const { run_packed(PackedAttention(table_, params, nullptr, thread_pool())); }
   void attention_varlen_bwd(const AttentionBackwardParams& params) const { run_packed(PackedAttention(table_, params.forward, &params, thread_pool())); }

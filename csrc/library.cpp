@@ -92,6 +92,12 @@ STABLE_TORCH_LIBRARY(tiled_attention, m) {
   m.def("attention_bwd(Tensor grad_out, Tensor? grad_lse, " ATTENTION_ARGUMENTS
         ", Tensor out, Tensor lse, Tensor residual, int gradients) -> (Tensor grad_query, Tensor grad_key, "
         "Tensor grad_value, Tensor grad_bias, Tensor grad_alibi_slopes, Tensor grad_sinks)");
+  // On the CPU, the same for keys beside others: `out`, `lse` and `residual` over those become the results over all, and what these keys add
+  // is added to the gradients that are given.
+  m.def("_attention_fwd_add_(" ATTENTION_ARGUMENTS ", Tensor(a!) out, Tensor(b!) lse, Tensor(c!) residual) -> ()");
+  m.def("_attention_bwd_add_(Tensor grad_out, Tensor? grad_lse, " ATTENTION_ARGUMENTS
+        ", Tensor out, Tensor lse, Tensor residual, Tensor(a!)? grad_query, Tensor(b!)? grad_key, Tensor(c!)? grad_value, "
+        "Tensor(d!)? grad_alibi_slopes) -> ()");
   m.def("attention_weights(Tensor query, Tensor key, " MASKS_AND_SCORES("") ", Tensor lse, Tensor? rows, bool average) -> Tensor");
   // Of a cache. `pinned`: it is a ring that keeps its first `pinned` keys, -1: it is none.
   m.def("attention_decode(Tensor query, Tensor key_cache, Tensor value_cache, Tensor cache_seqlens, Tensor? page_table, "

@@ -68,3 +68,20 @@ def gradients_of(case: Case) -> dict[str, Tensor]:
     """Everything that a case gives, for the oracle's grad_out and grad_lse."""
     want = expected(case)
     return run(case, case.inputs(), want.grad_out, want.grad_lse)
+
+
+def run_with_mask(mask: ta.Mask | Tensor, x: Inputs, options: dict[str, object]) -> dict[str, Tensor]:
+    """Results and gradients, the same for each mask."""
+    torch.manual_seed(3)
+    leaves = {"query": x.query, "key": x.key, "value": x.value} | {
+        name: options[name] for name in ("bias", "alibi_slopes", "sinks") if options.get(name) is not None
+    }
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
+    given = options | {name: leaf for name, leaf in leaves.items() if name in options}
+    out, lse = ta.attention(leaves["query"], leaves["key"], leaves["value"], mask=mask, return_lse=True, **given)
+    generator = torch.Generator().manual_seed(5)
+    directions = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in (out, lse)]
+    grads = torch.autograd.grad((out, lse), list(leaves.values()), directions)
+    torch.manual_seed(3)
+    weights = ta.attention_weights(leaves["query"].detach(), leaves["key"].detach(), mask=mask, **options)
+    return {"out": out, "lse": lse, "weights": weights} | dict(zip(leaves, grads, strict=True))

@@ -371,20 +371,39 @@ def test_cross_attention_has_queries_and_keys(session, tmp_path):
 
 
 def test_long_texts_show_means_and_the_largest_weights(session, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["tiled_attention.plot.html"], "_BUDGET", 150_000)
+    monkeypatch.setattr(sys.modules["tiled_attention.plot.html"], "_BUDGET", 110_000)
     length = 600
-    weights = softmax(1, 2, length, length)
+    weights = softmax(1, 2, length, length, mask=ta.Causal())
     page = ta.plot.html(weights, [f"t{i}" for i in range(length)])
     assert page.kept == "largest"
     reader = Reader(session, page.save(tmp_path / "long.html"))
-    reader.find("#q5").click()
-    exact = weights[0, 0, 5].numpy()
+    reader.find("#q50").click()
+    exact = weights[0, 0, 50].numpy()
     best = reader.best()
     assert best[0][1] == exact.argmax()
     assert all(weight == pytest.approx(exact[key], abs=2e-3) for weight, key in best)
+    reader.find("#table-switch").click()
+    table = reader.table()
+    assert table[51:] == ["hidden"] * (length - 51) and "small" in table[:51]
     assert "largest weights of each row" in reader.text("accuracy")
+    reader.js("pin(550)")
+    low, high = reader.js("const box = queries.getBoundingClientRect(); return [box.top, box.bottom]")
+    assert low <= reader.js("return document.getElementById('q550').getBoundingClientRect().top") <= high
+    reader.js("pin(50)")
     reader.press("+", "+", "+")
-    assert reader.js("return [layout.rows, layout.row]") == [75, 0]
+    assert reader.js("return [layout.rows, layout.row]") == [75, 13]
+    pixel = "const [x, y] = arguments; return [...document.getElementById('map').getContext('2d').getImageData(x, y, 1, 1).data]"
+    left, top, width, height, column, ratio = reader.js(
+        "return [layout.left, layout.top, layout.width, layout.height, layout.column, window.devicePixelRatio]"
+    )
+    place = lambda start, size, index: round(ratio * (start + (index + 0.5) / 75 * size))
+    shade = lambda i, j: reader.js(pixel, place(left, width, j - column), place(top, height, i - 13))
+    row = weights[0, 0, 60]
+    near = range(column, 61)
+    darkest = min(near, key=lambda j: sum(shade(60, j)[:3]))
+    assert darkest == max(near, key=lambda j: row[j])
+    red, green, blue = shade(20, 70)[:3]
+    assert max(red, green, blue) - min(red, green, blue) < 16  # hidden: grey
     assert reader.failures() == []
 
 

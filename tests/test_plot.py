@@ -259,6 +259,7 @@ def test_where_not_all_fits_the_largest_weights_of_each_row_are_kept():
     weights = weights_of(1, 2, 700, 700, mask=ta.Causal())
     encoded = encode.encode(layers_of(weights), 100_000)
     header = encoded.header
+    assert header["causal"] and not encode._encode_largest(layers_of(weights.transpose(-1, -2)), 2).header["causal"]
     assert header["kept"] == "largest" and 1 <= header["count"] < 32 and header["planes"] == 2
     overviews = sum(len(text) for name, text in encoded.blobs.items() if name.startswith("overview"))
     assert encoded.size() <= max(100_000, overviews + 5_000)

@@ -1,4 +1,4 @@
-"""Strided, dilated, global, random and block-sparse masks: their definitions, block lists and residue classes against the dense matrix."""
+"""Strided, dilated, global, random and block-sparse masks: their definitions and block lists against the dense matrix."""
 
 import math
 import random
@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import tiled_attention as ta
+from checks import run_with_mask as run
 from oracle import philox
-from tiled_attention import block_list, lowering, residues
+from tiled_attention import block_list, lowering
 from tiled_attention.testing import Case
 
 ops = torch.ops.tiled_attention
@@ -155,23 +156,6 @@ def test_l15_block_sparse():
     torch.testing.assert_close(out, ta.reference.attention(q[:, :, :20], k, v, mask=dense[:, :20]))
 
 
-def run(mask: ta.Mask | Tensor, x, options: dict[str, object]) -> dict[str, Tensor]:
-    """Results and gradients, the same for each mask."""
-    torch.manual_seed(3)
-    leaves = {"query": x.query, "key": x.key, "value": x.value} | {
-        name: options[name] for name in ("bias", "alibi_slopes", "sinks") if options.get(name) is not None
-    }
-    leaves = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
-    given = options | {name: leaf for name, leaf in leaves.items() if name in options}
-    out, lse = ta.attention(leaves["query"], leaves["key"], leaves["value"], mask=mask, return_lse=True, **given)
-    generator = torch.Generator().manual_seed(5)
-    directions = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in (out, lse)]
-    grads = torch.autograd.grad((out, lse), list(leaves.values()), directions)
-    torch.manual_seed(3)
-    weights = ta.attention_weights(leaves["query"].detach(), leaves["key"].detach(), mask=mask, **options)
-    return {"out": out, "lse": lse, "weights": weights} | dict(zip(leaves, grads, strict=True))
-
-
 OPTIONS = {
     "plain": {},
     "dropout": {"dropout_p": 0.3},
@@ -293,81 +277,6 @@ def test_second_derivatives_of_listed_attention(options: dict[str, object]):
     assert gradcheck(call, inputs, fast_mode=True) and gradgradcheck(call, inputs, fast_mode=True)
     weights = lambda q, k: ta.attention_weights(q, k, mask=mask, rows=torch.tensor([65, 3, 3]))
     assert gradcheck(weights, inputs[:2], fast_mode=True)
-
-
-RESIDUES = [
-    ta.Strided(7),
-    ta.Causal() & ta.Strided(7),
-    ta.Causal() & (ta.Strided(8) | ta.SlidingWindow(7, 0)),
-    ta.Strided(8) | ta.SlidingWindow(9, 3),
-    ta.Dilated(4, 9),
-    ta.Causal() & ta.Dilated(4, 8),
-    ta.Dilated(4, 8) | ta.SlidingWindow(8, 8),
-    ta.SlidingWindow(40, 30) & (ta.SlidingWindow(2, 90) | ta.Strided(4)),
-    (ta.Dilated(6, 8) & ta.Causal()) | ta.SlidingWindow(3, 4),
-]
-RESIDUE_OPTIONS = {
-    "plain": {},
-    "everything": {"softcap": 2.0, "alibi": True, "sinks": True},
-    "before": {"query_offset": -9},
-    "large": {"scale": 30.0},
-}
-
-
-@pytest.mark.parametrize("options", RESIDUE_OPTIONS.values(), ids=RESIDUE_OPTIONS)
-@pytest.mark.parametrize("lengths", [(160, 160), (70, 301)])
-def test_residue_classes_are_the_dense_mask(lengths: tuple[int, int], options: dict[str, object]):
-    for k, mask in enumerate(RESIDUES):
-        dtype = (torch.float64, torch.float32, torch.bfloat16)[k % 3]
-        case = Case(num_heads=4, num_heads_kv=2, seqlen_q=lengths[0], seqlen_kv=lengths[1], head_dim_v=5, dtype=dtype, **options)
-        x = case.inputs()
-        given = {name: getattr(x, name) for name in ("alibi_slopes", "sinks", "query_offset", "softcap", "scale")}
-        given = {name: value for name, value in given.items() if value is not None}
-        assert residues.pattern_of(mask) is not None
-        ours, want = run(mask, x, given), run(mask.dense(*lengths, query_offset=x.query_offset), x, given)
-        for name in ours:
-            if name == "weights":
-                continue
-            a, b = ours[name].nan_to_num(neginf=0.0), want[name].nan_to_num(neginf=0.0)
-            # Gradients are as exact as dtype, whatever they are stored in.
-            eps = 16 * torch.finfo(a.dtype if name == "lse" else dtype).eps * (64 if "scale" in options else 1)
-            # Where bf16 weights are summed after rounding, each of the two lse is within 2 ** -9.
-            limit = eps * (b.abs().max().item() + 1) + (2 * 2.0**-9 if dtype == torch.bfloat16 and name == "lse" else 0.0)
-            assert (a - b).abs().max().item() <= limit, (mask, name)
-
-
-def test_residue_classes_hide_what_they_do_not_see():
-    x = torch.randn(1, 2, 128, 8)
-    poisoned = x.clone()
-    poisoned[:, :, 1::2] = math.nan
-    out = ta.attention(x, poisoned, poisoned, mask=ta.Strided(2))
-    assert torch.equal(out[:, :, ::2], ta.attention(x, x, x, mask=ta.Strided(2))[:, :, ::2]) and out[:, :, 1::2].isnan().all()
-
-
-def test_what_residue_classes_cannot_say_is_said_by_a_list():
-    n = 130
-    x = Case(num_heads=2, seqlen_q=n, bias=(2, n, n)).inputs()
-    for options in ({"dropout_p": 0.4}, {"bias": x.bias}):
-        for mask in (ta.Strided(4) | ta.SlidingWindow(3, 0), ta.Dilated(9, 3)):
-            ours, want = run(mask, x, options), run(mask.dense(n, n), x, options)
-            assert all(torch.allclose(ours[name], want[name], atol=1e-5, rtol=1e-4) for name in ours)
-
-
-def test_second_derivatives_of_residue_classes():
-    inputs = [torch.randn(1, heads, n, 3, dtype=torch.float64, requires_grad=True) for heads, n in ((2, 66), (1, 70), (1, 70))]
-    slopes, sinks = torch.rand(2).double().requires_grad_(), torch.randn(2).double().requires_grad_()
-    for mask in (ta.Strided(5) | ta.SlidingWindow(3, 3), ta.Causal() & ta.Dilated(3, 7)):
-
-        def call(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, sinks: Tensor, mask: ta.Mask = mask) -> tuple[Tensor, ...]:
-            return ta.attention(q, k, v, mask=mask, alibi_slopes=slopes, sinks=sinks, return_lse=True)
-
-        assert gradcheck(call, (*inputs, slopes, sinks), fast_mode=True) and gradgradcheck(call, (*inputs, slopes, sinks), fast_mode=True)
-        tangent = torch.randn_like(inputs[0])
-        dense = mask.dense(66, 70)
-        ours, want = (
-            torch.func.jvp(lambda q, m=m: ta.attention(q, *inputs[1:], mask=m), (inputs[0].detach(),), (tangent,))[1] for m in (mask, dense)
-        )
-        torch.testing.assert_close(ours, want)
 
 
 @pytest.mark.parametrize(

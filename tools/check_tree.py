@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LINE_BUDGET = 500
 PARTS = ("csrc/core", "csrc/cpu", "csrc/cuda", "csrc", "python", "tests", "benchmarks", "examples", "tools", "docs", ".")
-SUFFIXES = {".cpp", ".h", ".cu", ".cuh", ".py", ".md", ".toml"}
+SUFFIXES = {".cpp", ".h", ".cu", ".cuh", ".py", ".md", ".toml", ".js", ".css", ".html"}
 
 # Path pattern -> includes that it must not have, and why.
 FORBIDDEN_INCLUDES = [

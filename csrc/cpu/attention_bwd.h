@@ -28,6 +28,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   int group, chunks;
   int64_t heads;
   KeptTiles kept;
+  bool adds = false;  // to the gradients that are there
 
   Backward(const AttentionBackwardParams& params, const ThreadPool& all)
       : Queries{params, params.forward}, pool(with_workers(all, p)), plan(params), chunks(plan.chunks), kept(KeptTiles::of(p, kTileQ, kTileKV)) {
@@ -130,7 +131,10 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
           slope += part[0], sink += part[1];
           if (one_bias) doubles.bias[this->bias_offset(batch, head)] += part[2];
         }
-      if (params.grad_alibi_slopes) ((Real*)params.grad_alibi_slopes)[head] = Real(slope);
+      if (params.grad_alibi_slopes) {
+        Real& sum = ((Real*)params.grad_alibi_slopes)[head];
+        sum = Real(adds ? sum + slope : slope);
+      }
       if (params.grad_sinks) ((Real*)params.grad_sinks)[head] = Real(sink);
     }
     Real* grad_bias = (Real*)params.grad_bias.data - Sums::bias_origin(params);
@@ -199,12 +203,14 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
       if ((j - begin) % 8 == 0) keys.fetch_to_write(j - begin + 8, j - begin + 16), values.fetch_to_write(j - begin + 8, j - begin + 16);
       if (params.grad_key.data) {
         const Matrix<T> to = matrix<T>(p, params.grad_key, batch, head_kv);
-        store_turned_back(p, p.rotary.key_table, batch, head_kv, j, sums.grad_key + int64_t(j) * sums.key_stride, to);
+        store_turned_back(p, p.rotary.key_table, batch, head_kv, j, sums.grad_key + int64_t(j) * sums.key_stride, to, adds);
       }
       if (params.grad_value.data) {
         const Matrix<T> to = matrix<T>(p, params.grad_value, batch, head_kv);
-        store_row(sums.grad_value + int64_t(j) * sums.value_stride, int(p.head_dim_v), Real(kDrop ? inverse_keep_of(p.dropout.p) : 1), to.row(j),
-                  to.col_stride);
+        Real* const row = sums.grad_value + int64_t(j) * sums.value_stride;
+        const Real keep = Real(kDrop ? inverse_keep_of(p.dropout.p) : 1);
+        if (adds) add_row(row, int(p.head_dim_v), keep, to.row(j), to.col_stride, Real(1));
+        store_row(row, int(p.head_dim_v), adds ? Real(1) : keep, to.row(j), to.col_stride);
       }
     }
   }
@@ -298,7 +304,7 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
     if (!params.grad_query.data) return;
     for (int i = 0; i < rows; i++) {
       const Matrix<T> to = matrix<T>(p, params.grad_query, batch, buf.rows[i].head);
-      store_turned_back(p, p.rotary.query_table, batch, buf.rows[i].head, buf.rows[i].query, buf.grad_query + int64_t(i) * sums.key_stride, to);
+      store_turned_back(p, p.rotary.query_table, batch, buf.rows[i].head, buf.rows[i].query, buf.grad_query + int64_t(i) * sums.key_stride, to, adds);
     }
   }
 

@@ -121,7 +121,7 @@ struct Decode {
       Scratch s(partials + index * partial_size);
       return Buffers::take_state(tile_rows, out_stride(), s);
     };
-    const Forward<T, Unit, false> forward(p, pool);
+    const ResultRows<T, Real> results{p, Real(1), false};
     for_each_item(pool, items(), [&](int worker, int64_t index) {
       const int64_t tile_index = index / splits, split = index % splits, head = tile_index / tiles, batch = head / p.num_heads_kv;
       Scratch s((char*)memory + worker * buffer_size);
@@ -139,7 +139,7 @@ struct Decode {
         for (int64_t other = 1; other < ids.count(); other++)
           for (int i = 0; i < count; i++) merge_row(buf.state.from(i), partial(tile_index * splits + other).from(i), int(p.head_dim_v));
       }
-      forward.write_rows(batch, count, buf.state, buf.rows);
+      results.write(batch, count, buf.state, buf.rows);
     });
   }
 

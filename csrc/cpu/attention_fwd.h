@@ -4,7 +4,7 @@
 #include "in_place.h"
 #include "next_tile.h"
 #include "packed_tiles.h"
-#include "softmax_block.h"
+#include "result_rows.h"
 #include "turn.h"
 
 namespace tiled_attention {
@@ -89,6 +89,7 @@ struct Forward {
   bool in_place;  // keys and values are not packed
   int slices = 1, splits = 1;
   KeptTiles kept;
+  bool adds = false;  // to results over other keys
 
   Forward(const AttentionParams& p, const ThreadPool& all)
       : p(p),
@@ -182,6 +183,10 @@ struct Forward {
   }
 
  private:
+  void write_rows(int64_t batch, int rows, const RowState<Real>& state, const TileRow* tile_rows) const {
+    ResultRows<T, Real>{p, Real(kDrop ? inverse_keep_of(p.dropout.p) : 1), adds}.write(batch, rows, state, tile_rows);
+  }
+
   template <class GetBuffers, class GetPacked>
   void run_splits(const GetBuffers& buffers, const GetPacked& packed) const {
     const size_t partial_size = partial_bytes();
@@ -424,54 +429,6 @@ struct Forward {
     for (int i = 0; i < count; i++) {
       const Dropout dropout(p.dropout, batch, rows[i].head, nullptr);
       bits[i] = dropout.row_bits(rows[i].query, begin, cols, buf.dropout_bits + i * Dropout::row_bits_size(kFwdTileKV));
-    }
-  }
-
- public:
-  // out = accumulated / row_sum, lse = ln2 * (row_max + log2(row_sum)); a row that saw nothing gets 0 and -inf.
-  void write_rows(int64_t batch, int rows, const RowState<Real>& state, const TileRow* tile_rows) const {
-    constexpr int kN = V::kLanes;
-    alignas(64) Real inverse[kN], lse[kN];
-    const Real keep = Real(kDrop ? inverse_keep_of(p.dropout.p) : 1);
-    for (int i = 0; i < rows; i++) {
-      if (i % kN == 0) {
-        for (int k = 0; k < kN; k++) {
-          const bool exists = i + k < rows;
-          if (exists && p.sinks)
-            add_sink(Real(((const Real*)p.sinks)[tile_rows[i + k].head] * kLog2e), state.row_max[i + k], state.row_sum + (i + k) * kN,
-                     state.out + int64_t(i + k) * state.out_stride, int(p.head_dim_v));
-          inverse[k] = exists ? reduce_add(V::load(state.row_sum + (i + k) * kN)) : Real(1);
-        }
-        natural_lse(state.row_max + i, inverse, lse);
-        (V(Real(1)) / V::load(inverse)).store(inverse);
-      }
-      const int64_t head = tile_rows[i].head, query = tile_rows[i].query;
-      const bool empty = state.row_max[i] == Real(-INFINITY) && inverse[i % kN] == Real(INFINITY);
-      // A row of the lowest numbers: its lse, in natural units, is the lowest number too.
-      if (state.row_max[i] > Real(-INFINITY) && state.row_max[i] <= kLowestBias<Real>) lse[i % kN] = kLowestReal<Real>;
-      if (p.lse) ((Real*)p.lse)[lse_offset(p, batch, head) + query] = empty ? Real(-INFINITY) : lse[i % kN];
-      Real* row = state.out + int64_t(i) * state.out_stride;
-      if (empty) memset(row, 0, p.head_dim_v * sizeof(Real));
-      const Matrix<T> out = matrix<T>(p, p.out, batch, head);
-      const Real scale = empty ? Real(1) : inverse[i % kN] * keep;
-      store_row(row, int(p.head_dim_v), scale, out.row(query), out.col_stride);
-      if constexpr (sizeof(T) == 2)
-        if (p.residual.data) {
-          const Matrix<T> residual = matrix<T>(p, p.residual, batch, head);
-          store_residual(row, int(p.head_dim_v), scale, residual.row(query), residual.col_stride);
-        }
-    }
-  }
-
- private:
-  // ln2 * (row_max + log2(sum)) of kLanes rows, rounded once.
-  static void natural_lse(const Real* row_max, const Real* sums, Real* lse) {
-    using D = NativeVec<double>;
-    for (int k = 0; k < V::kLanes; k += D::kLanes) {
-      D top, sum;
-      for (int i = 0; i < D::kLanes; i++) top.v[i] = row_max[k + i], sum.v[i] = sums[k + i];
-      const D x = multiply_add(top, D(kLn2), log2(sum) * D(kLn2));
-      for (int i = 0; i < D::kLanes; i++) lse[k + i] = Real(x.v[i]);
     }
   }
 };

@@ -8,8 +8,10 @@ inline namespace KERNEL_ISA {
 
 size_t attention_fwd_scratch(const AttentionParams&, const ThreadPool&);
 void attention_fwd(const AttentionParams&, const ThreadPool&, void* scratch);
+void attention_fwd_add(const AttentionParams&, const ThreadPool&, void* scratch);
 size_t attention_bwd_scratch(const AttentionBackwardParams&, const ThreadPool&);
 void attention_bwd(const AttentionBackwardParams&, const ThreadPool&, void* scratch);
+void attention_bwd_add(const AttentionBackwardParams&, const ThreadPool&, void* scratch);
 size_t attention_weights_scratch(const AttentionWeightsParams&, const ThreadPool&);
 void attention_weights(const AttentionWeightsParams&, const ThreadPool&, void* scratch);
 size_t attention_decode_scratch(const AttentionDecodeParams&, const ThreadPool&);

@@ -17,8 +17,12 @@ struct Kernels {
   const char* isa;  // "baseline", "avx2", "avx512", "avx512bf16"
   size_t (*attention_fwd_scratch)(const AttentionParams&, const ThreadPool&);
   void (*attention_fwd)(const AttentionParams&, const ThreadPool&, void* scratch);
+  // Adds these keys to `out`, `lse` and `residual` over other keys; scratch as of attention_fwd.
+  void (*attention_fwd_add)(const AttentionParams&, const ThreadPool&, void* scratch);
   size_t (*attention_bwd_scratch)(const AttentionBackwardParams&, const ThreadPool&);
   void (*attention_bwd)(const AttentionBackwardParams&, const ThreadPool&, void* scratch);
+  // Adds to the gradients of query, key, value and slopes that are there; scratch as of attention_bwd.
+  void (*attention_bwd_add)(const AttentionBackwardParams&, const ThreadPool&, void* scratch);
   size_t (*attention_weights_scratch)(const AttentionWeightsParams&, const ThreadPool&);
   void (*attention_weights)(const AttentionWeightsParams&, const ThreadPool&, void* scratch);
   size_t (*attention_decode_scratch)(const AttentionDecodeParams&, const ThreadPool&);

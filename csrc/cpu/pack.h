@@ -195,6 +195,22 @@ ALWAYS_INLINE void store_row(const Real* src, int cols, Real scale, T* dst, int6
   }
 }
 
+// row[i] = row[i] * scale + from[i] * from_scale, `from` with columns as strided as they are.
+template <class T, class Real>
+ALWAYS_INLINE void add_row(Real* row, int cols, Real scale, const T* from, int64_t col_stride, Real from_scale) {
+  using V = NativeVec<Real>;
+  for (int d = 0; d < cols; d += V::kLanes) {
+    const int count = min_of(V::kLanes, cols - d);
+    T temp[V::kLanes];
+    const T* elements = from + d;
+    if (col_stride != 1) {
+      for (int k = 0; k < count; k++) temp[k] = from[(d + k) * col_stride];
+      elements = temp;
+    }
+    multiply_add(load_converted(elements, count), V(from_scale), V::load(row + d) * V(scale)).store(row + d);
+  }
+}
+
 // What rounding to T took from src[i] * scale; src is overwritten.
 template <class T, class Real>
 void store_residual(Real* src, int cols, Real scale, T* dst, int64_t col_stride) {

@@ -96,15 +96,20 @@ Matrix<const T> turned_rows(const AttentionParams& p, const TensorView& view, co
 // Whether turned_rows() needs `temp`.
 inline bool needs_copy(const TensorView& view, const TensorView& table) { return view.col_stride != 1 || table.data; }
 
-// Stores the gradient of row `at` of query or key from that of the turned row, which is still to be multiplied by the scale and is overwritten.
+// Stores the gradient of row `at` of query or key, or adds it, from that of the turned row, which is still to be multiplied by the scale and is
+// overwritten.
 template <class T, class Real>
-void store_turned_back(const AttentionParams& p, const TensorView& table, int64_t batch, int64_t head, int64_t at, Real* grad, const Matrix<T>& to) {
+void store_turned_back(const AttentionParams& p, const TensorView& table, int64_t batch, int64_t head, int64_t at, Real* grad, const Matrix<T>& to, bool adds) {
   using V = NativeVec<Real>;
   Real scale = Real(p.scale);
   if (table.data) {
     for (int d = 0; d < p.head_dim; d += V::kLanes) (V::load(grad + d) * V(scale)).store(grad + d);
     const Turn<Real> back = {int(p.rotary.rotary_dim), int(p.head_dim), p.rotary.interleaved, true};
     back.row({grad, 0, 1}, matrix<const Real>(p, table, batch, head).row(at), {grad, 0, 1});
+    scale = 1;
+  }
+  if (adds) {
+    add_row(grad, int(p.head_dim), scale, to.row(at), to.col_stride, Real(1));
     scale = 1;
   }
   store_row(grad, int(p.head_dim), scale, to.row(at), to.col_stride);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -91,7 +92,7 @@ def additive_attention(
     torch.func; inside torch.compile once in reverse mode. Autocast casts query, key and value.
 
     Raises:
-        ValueError, TypeError or RuntimeError naming the argument, what was expected and what came.
+        ValueError, TypeError, RuntimeError: naming the argument, what was expected and what came.
 
     Source: Bahdanau, Cho and Bengio, Neural machine translation by jointly learning to align and translate (2015), section 3.1 and
     appendix A.1.2.
@@ -99,7 +100,7 @@ def additive_attention(
     args = _prepare(query, key, value, score_weight, mask, dropout_p, generator, query_offset)
     out, lse = forward_additive(args)
     if not torch.compiler.is_compiling() and observers:
-        tell(Call(query, key, lambda: _prepare(query, key, None, score_weight, mask, 0.0, None, query_offset), lse))
+        tell(Call(query, key, partial(_prepare, query, key, None, score_weight, mask, 0.0, None, query_offset), lse))
     return (out, lse) if return_lse else out
 
 
@@ -127,7 +128,7 @@ def additive_attention_weights(
     Differentiable as `additive_attention` is.
 
     Raises:
-        ValueError, TypeError or RuntimeError naming the argument, what was expected and what came.
+        ValueError, TypeError, RuntimeError: naming the argument, what was expected and what came.
     """
     args = _prepare(query, key, None, score_weight, mask, dropout_p, generator, query_offset)
     if rows is not None:
@@ -143,7 +144,7 @@ def additive_attention_with_weights(
     args = _prepare(query, key, value, score_weight, mask, dropout_p, None, None)
     out, lse = forward_additive(args)
     if not torch.compiler.is_compiling() and observers:
-        tell(Call(query, key, lambda: _prepare(query, key, None, score_weight, mask, 0.0, None, None), lse))
+        tell(Call(query, key, partial(_prepare, query, key, None, score_weight, mask, 0.0, None, None), lse))
     return out, weights_of_additive(args, lse)
 
 

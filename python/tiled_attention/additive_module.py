@@ -30,8 +30,9 @@ class AdditiveAttention(nn.Module):
         dropout: probability in [0, 1] that a weight is zeroed in training. Default 0.0.
         device, dtype: of the parameters.
 
-    Errors: TypeError or ValueError for sizes that are not positive integers, a `hidden_dim` that `num_heads` does not divide, a `dropout`
-        outside [0, 1].
+    Raises:
+        TypeError, ValueError: for sizes that are not positive integers, a `hidden_dim` that `num_heads` does not divide, a `dropout`
+            outside [0, 1].
     """
 
     def __init__(
@@ -78,6 +79,9 @@ class AdditiveAttention(nn.Module):
 
         Returns:
             (..., num_heads, seqlen_kv, hidden_dim // num_heads).
+
+        Raises:
+            ValueError, TypeError: naming `key`.
         """
         _check_features("key", key, self.key_dim)
         return self._split(self.key_proj(key))
@@ -107,7 +111,8 @@ class AdditiveAttention(nn.Module):
             (out, weights): out (..., seqlen_q, value_dim); weights None, or float32 (float64 for float64) (..., seqlen_q, seqlen_kv), with
             more than one head (..., num_heads, seqlen_q, seqlen_kv). Both are differentiable.
 
-        Errors: ValueError or TypeError that names the argument.
+        Raises:
+            ValueError, TypeError: naming the argument.
         """
         _check_features("query", query, self.query_dim)
         _check_features("value", value, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, overload
 
 import torch
@@ -124,7 +125,7 @@ def attention(
     mode, under torch.func (vmap folds into the batch); inside torch.compile once in reverse mode. Autocast casts query, key and value.
 
     Raises:
-        ValueError, TypeError or RuntimeError naming the argument, what was expected and what came.
+        ValueError, TypeError, RuntimeError: naming the argument, what was expected and what came.
 
     Source: Dao et al., FlashAttention (2022), algorithm 1; Dao, FlashAttention-2 (2023), section 3.
     """
@@ -160,7 +161,7 @@ def attention(
             out, lse = forward(args if pattern is None else prepare(query, key, value, mask, *options))
         if not torch.compiler.is_compiling() and observers:
             scores = (mask, bias, scale, softcap, alibi_slopes, sinks, 0.0, None, query_offset, rotary)
-            tell(Call(query, key, lambda: prepare(query, key, None, *scores), lse))
+            tell(Call(query, key, partial(prepare, query, key, None, *scores), lse))
     return (out, lse) if return_lse else out
 
 
@@ -179,7 +180,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
         (out, lse), in the dtypes of out_a and lse_a; 0 and -inf where neither part saw a key.
 
     Raises:
-        ValueError or TypeError naming the argument.
+        ValueError, TypeError: naming the argument.
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018), section 3.1.
     """
@@ -230,7 +231,7 @@ def dropout_mask(
         bool (batch, num_heads, seqlen_q, seqlen_kv), True = kept.
 
     Raises:
-        ValueError or TypeError naming the argument.
+        ValueError, TypeError: naming the argument.
     """
     sizes = (("batch", batch), ("num_heads", num_heads), ("seqlen_q", seqlen_q), ("seqlen_kv", seqlen_kv))
     for name, size in sizes:

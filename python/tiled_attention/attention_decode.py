@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -120,8 +121,9 @@ def attention_decode(
         cache_seqlens: int32 or int64 (batch,), the keys in the cache before `new_key`. 0 is legal. It is not changed.
         page_table: int32 (batch, pages): key j of item b stands in row j % page_size of page page_table[b, j // page_size]. Entries that no
             visible key needs may hold anything.
-        new_key: (batch, num_heads_kv, n_new, head_dim), dtype of query; with it new_value (batch, num_heads_kv, n_new, head_dim_v). They
-            must fit behind cache_seqlens.
+        new_key: (batch, num_heads_kv, n_new, head_dim), dtype of query, appended before attending. They must fit behind cache_seqlens.
+            None: nothing is appended.
+        new_value: (batch, num_heads_kv, n_new, head_dim_v), given with new_key.
         mask: a mask of intervals: `Causal`, `SlidingWindow`, `PrefixLM`, `Chunked`, `Sinks`, `KeyLengths`, `Documents` and what `&` and `|`
             make of them without a dense part. None: every query sees all keys, cached and new; several new queries want `Causal()`.
         scale: multiplies query . key; None: head_dim ** -0.5.
@@ -140,8 +142,8 @@ def attention_decode(
     included. On CUDA nothing waits for the device, so that calls can be captured in a graph.
 
     Raises:
-        ValueError, TypeError or RuntimeError naming the argument. On CUDA the values of cache_seqlens and page_table are not checked:
-        lengths act as if limited to the capacity, new keys behind it are dropped, keys of pages out of range are hidden.
+        ValueError, TypeError, RuntimeError: naming the argument. On CUDA the values of cache_seqlens and page_table are not checked:
+            lengths act as if limited to the capacity, new keys behind it are dropped, keys of pages out of range are hidden.
 
     Source: Dao et al., Flash-Decoding for long-context inference (2023), for the split over keys; Kwon et al., Efficient memory management
     for large language model serving with PagedAttention (2023), for pages.
@@ -252,7 +254,7 @@ def decode(
             out, lse = _run(*args)
         if observers:
             lengths, options = cache_seqlens + num_new, (scale, softcap or None, alibi_slopes, sinks)
-            tell(Call(query, key_cache, lambda: _gathered(query, key_cache, lengths, page_table, mask, pinned, options), lse))
+            tell(Call(query, key_cache, partial(_gathered, query, key_cache, lengths, page_table, mask, pinned, options), lse))
     return (out, lse) if return_lse else out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -128,9 +129,9 @@ def attention_varlen(
     backward pass the offsets are read, which on CUDA waits for the device. Autocast casts query, key and value.
 
     Raises:
-        ValueError, TypeError or RuntimeError naming the argument, what was expected and what came. On CUDA the values of the offsets
-        are not read: kernels act as if offsets were limited to [0, total] and sequences to the maximum, and what rows outside every
-        sequence hold is not defined.
+        ValueError, TypeError, RuntimeError: naming the argument, what was expected and what came. On CUDA the values of the offsets
+            are not read: kernels act as if offsets were limited to [0, total] and sequences to the maximum, and what rows outside every
+            sequence hold is not defined.
 
     Source: Dao, FlashAttention-2 (2023); Krell et al., Efficient Sequence Packing without Cross-contamination (2021).
     """
@@ -153,7 +154,7 @@ def attention_varlen(
     )
     out, lse = forward_varlen(args)
     if not torch.compiler.is_compiling() and observers:
-        tell(Call(query, key, lambda: _padded(args, mask)))
+        tell(Call(query, key, partial(_padded, args, mask)))
     return (out, lse) if return_lse else out
 
 

@@ -26,7 +26,8 @@ def convert(model: nn.Module) -> Conversion:
     Returns:
         A handle with `restore()` and `calls`; as a context manager it restores at the end.
 
-    Errors: TypeError where `model` is no nn.Module.
+    Raises:
+        TypeError: where `model` is no nn.Module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
@@ -41,7 +42,7 @@ def convert(model: nn.Module) -> Conversion:
 
 
 class Conversion:
-    """What `convert` did.
+    """What `convert` did. A context manager that restores at its end.
 
     Attributes:
         calls: layer name -> calls served since the conversion. A module that stands at several places goes by the first name. Calls inside
@@ -58,8 +59,9 @@ class Conversion:
     def restore(self) -> None:
         """Give every module the class it had. Once is enough; more does nothing.
 
-        Errors: RuntimeError naming the layer whose class was changed by others since (a parametrization, for one): nothing is restored
-        then.
+        Raises:
+            RuntimeError: naming the layer whose class was changed by others since (a parametrization, for one): nothing is restored
+                then.
         """
         for layer in self._layers:
             layer.check()

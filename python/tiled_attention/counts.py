@@ -21,10 +21,16 @@ Shape = Tensor | Sequence[int]
 
 
 class Flops(NamedTuple):
-    """Multiplications and additions of the products of a call."""
+    """Multiplications and additions of the products of a call.
+
+    Attributes:
+        forward: of the forward.
+        backward: of the backward alone, which computes the scores again.
+        total: their sum.
+    """
 
     forward: int
-    backward: int  # the backward alone; it computes the scores again
+    backward: int
 
     @property
     def total(self) -> int:
@@ -32,13 +38,21 @@ class Flops(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes of a call."""
+    """Bytes of a call.
 
-    inputs: int  # query, key and value
-    outputs: int  # out and lse, or out and the state
-    saved: int  # for the backward, beyond the inputs: outputs, and with 16-bit inputs the rounding residual of out
-    gradients: int  # of query, key and value
-    dense: int  # what one matrix of all scores would take, which no operator here holds
+    Attributes:
+        inputs: query, key and value.
+        outputs: out and lse, or out and the state.
+        saved: for the backward, beyond the inputs: outputs, and with 16-bit inputs the rounding residual of out.
+        gradients: of query, key and value.
+        dense: what one matrix of all scores would take, which no operator here holds.
+    """
+
+    inputs: int
+    outputs: int
+    saved: int
+    gradients: int
+    dense: int
 
 
 def flops(
@@ -68,7 +82,11 @@ def flops(
         mask, query_offset: as in `attention`; not for "linear_attention".
         causal: of "linear_attention" only.
 
-    Errors: ValueError or TypeError naming the argument.
+    Returns:
+        `Flops(forward, backward)`, with the property `total`; the backward alone, which computes the scores again.
+
+    Raises:
+        ValueError, TypeError: naming the argument.
     """
     q, k, v = _shapes(query, key, value)
     if operator not in OPERATORS:
@@ -95,7 +113,11 @@ def memory(query: Shape, key: Shape, value: Shape, *, dtype: torch.dtype = torch
         dtype: of shapes; that of tensors is their own. Default float32.
         operator: "attention", "linear_attention" or "additive_attention". Default "attention".
 
-    Errors: ValueError or TypeError naming the argument.
+    Returns:
+        `Memory(inputs, outputs, saved, gradients, dense)`.
+
+    Raises:
+        ValueError, TypeError: naming the argument.
     """
     q, k, v = _shapes(query, key, value)
     if operator not in OPERATORS:
@@ -133,7 +155,11 @@ def parameter_count(layer: str, **sizes: Any) -> int:
         layer: name of the class.
         sizes: its arguments, as above.
 
-    Errors: ValueError or TypeError naming the argument.
+    Returns:
+        The number of elements of its parameters.
+
+    Raises:
+        ValueError, TypeError: naming the argument.
     """
     formulas: dict[str, Callable[..., int]] = {
         "MultiheadAttention": _multihead_parameters,

@@ -61,7 +61,9 @@ class FavorFeatures(nn.Module):
             hold for inputs drawn with the numbers of the projection; None: draws from torch's generator. Default None.
         device, dtype: of `projection`.
 
-    Errors: ValueError for sizes below 1 or another kind, TypeError for a seed that is no integer; both name the argument.
+    Raises:
+        ValueError: for sizes below 1 or another kind, naming the argument.
+        TypeError: for a seed that is no integer.
     """
 
     projection: Tensor  # (num_features, head_dim)
@@ -116,18 +118,38 @@ class FavorFeatures(nn.Module):
         Returns:
             (..., out_features), float64 for float64 and float32 otherwise (the range of float16 does not hold them).
 
-        Errors: ValueError or TypeError that names the argument.
+        Raises:
+            ValueError, TypeError: naming the argument.
         """
         return self._features("x", x)
 
     def map_key(self, key: Tensor) -> Tensor:
-        """phi(key): the same as `forward`."""
+        """phi(key): the same as `forward`.
+
+        Args:
+            key: as x of `forward`.
+
+        Returns:
+            As `forward` does.
+
+        Raises:
+            ValueError, TypeError: naming the argument.
+        """
         return self._features("key", key)
 
     def map_query(self, query: Tensor) -> Tensor:
-        """phi(query) times a positive factor of each row's own, which cancels in normalised attention. Shapes and dtypes as in `forward`.
+        """phi(query) times a positive factor of each row's own, which cancels in normalised attention.
 
         Without normalisation use `forward` on both sides: `feature_map=(features.forward, features.forward)`.
+
+        Args:
+            query: as x of `forward`.
+
+        Returns:
+            Shape and dtype as of `forward`.
+
+        Raises:
+            ValueError, TypeError: naming the argument.
         """
         projected, _ = self._project("query", query)
         if self.kind == "trigonometric":

@@ -90,7 +90,7 @@ def gaussian_attention(
     Differentiable in query, key, value and bandwidth, as `attention` is.
 
     Raises:
-        ValueError, TypeError or RuntimeError naming the argument.
+        ValueError, TypeError, RuntimeError: naming the argument.
 
     Source: Nadaraya, On estimating regression (1964); Watson, Smooth regression analysis (1964).
     """

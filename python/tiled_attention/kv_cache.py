@@ -29,8 +29,8 @@ class KVCache:
         cache.append(key, value)                    # the prompt, attended to by ta.attention(..., mask=ta.Causal())
         out = cache.attend(query, key, value)       # one token, or a few: appended, then seen
 
-    `keys`, `values`, `seqlens` and `page_table` are what `attention_decode` takes, unless the cache is a ring. All of them are updated in
-    place, so that a captured CUDA graph, and compiled code, work on the same memory.
+    Its tensors are what `attention_decode` takes, unless the cache is a ring. All of them are updated in place, so that a captured CUDA
+    graph, and compiled code, work on the same memory.
 
     Args:
         batch, num_heads_kv, head_dim: sizes.
@@ -44,14 +44,20 @@ class KVCache:
         num_sinks: with a window, the first tokens, which stay visible (Xiao et al., Efficient streaming language models with attention
             sinks, 2024; at their own positions, not at shifted ones).
 
+    Attributes:
+        keys: (batch, num_heads_kv, capacity, head_dim), or (num_pages, num_heads_kv, page_size, head_dim).
+        values: the same with head_dim_v.
+        seqlens: int32 (batch,), tokens so far, those that left a ring included.
+        page_table: int32 (batch, pages), or None.
+
     Raises:
-        ValueError or TypeError naming the argument.
+        ValueError, TypeError: naming the argument.
     """
 
-    keys: Tensor  # (batch, num_heads_kv, capacity, head_dim), or (num_pages, num_heads_kv, page_size, head_dim)
-    values: Tensor  # the same with head_dim_v
-    seqlens: Tensor  # int32 (batch,): tokens so far, those that left a ring included
-    page_table: Tensor | None  # int32 (batch, pages)
+    keys: Tensor
+    values: Tensor
+    seqlens: Tensor
+    page_table: Tensor | None
 
     def __init__(
         self,
@@ -97,13 +103,15 @@ class KVCache:
         self.seqlens = torch.zeros(batch, dtype=torch.int32, device=device)
 
     def append(self, key: Tensor, value: Tensor, *, rotary: RotaryEmbedding | None = None) -> None:
-        """Adds tokens to every batch item: key (batch, num_heads_kv, n_new, head_dim), value (batch, num_heads_kv, n_new, head_dim_v).
+        """Adds tokens to every batch item. Of more tokens than a ring holds, the last ones stay.
 
-        With `rotary`, keys are turned at their positions before they are written, as `attend(..., rotary=)` wants to find them. Of more
-        tokens than a ring holds, the last ones stay.
+        Args:
+            key: (batch, num_heads_kv, n_new, head_dim).
+            value: (batch, num_heads_kv, n_new, head_dim_v).
+            rotary: turns keys at their positions before they are written, as `attend(..., rotary=)` wants to find them. None: no turning.
 
         Raises:
-            RuntimeError, ValueError or TypeError naming the argument; on the CPU also where they do not fit behind `seqlens`.
+            RuntimeError, ValueError, TypeError: naming the argument; on the CPU also where they do not fit behind `seqlens`.
         """
         if rotary is not None:
             key = turn_new("key", key, self.seqlens, rotary)
@@ -136,7 +144,7 @@ class KVCache:
             out (batch, num_heads, seqlen_q, head_dim_v), or (out, lse).
 
         Raises:
-            RuntimeError, ValueError or TypeError naming the argument.
+            RuntimeError, ValueError, TypeError: naming the argument.
         """
         if not isinstance(query, Tensor):
             raise TypeError(f"query must be a tensor, got {type(query).__name__}")
@@ -166,7 +174,7 @@ class KVCache:
             index: integer (batch,), each in [0, batch); items may be taken several times.
 
         Raises:
-            ValueError or TypeError naming `index`.
+            ValueError, TypeError: naming `index`.
         """
         batch = self.seqlens.shape[0]
         if not isinstance(index, Tensor) or index.dtype.is_floating_point or index.dtype.is_complex or index.dtype == torch.bool:

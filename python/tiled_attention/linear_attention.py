@@ -141,9 +141,9 @@ def linear_attention(
     casts query, key and value; log_decay and states stay what they are.
 
     Raises:
-        ValueError, TypeError or RuntimeError naming the argument, what was expected and what came. That log_decay is <= 0 and not NaN is
-        checked in eager mode on the CPU, and not under torch.func. On CUDA the values of cu_seqlens are not read: kernels act as if the
-        first were 0, the last the total and none less than those before it.
+        ValueError, TypeError, RuntimeError: naming the argument, what was expected and what came. That log_decay is <= 0 and not NaN is
+            checked in eager mode on the CPU, and not under torch.func. On CUDA the values of cu_seqlens are not read: kernels act as if
+            the first were 0, the last the total and none less than those before it.
 
     Source: Katharopoulos et al., Transformers are RNNs (2020), sections 3.2 and 3.3. Decay: Sun et al., Retentive network (2023), section
     2.1; Yang et al., Gated linear attention transformers (2024), section 4.
@@ -199,7 +199,7 @@ def linear_attention_step(
     Differentiable as `linear_attention`.
 
     Raises:
-        ValueError, TypeError or RuntimeError naming the argument, what was expected and what came.
+        ValueError, TypeError, RuntimeError: naming the argument, what was expected and what came.
 
     Source: Katharopoulos et al., Transformers are RNNs (2020), section 3.4, equations 16 to 20.
     """

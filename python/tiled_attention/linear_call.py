@@ -30,9 +30,12 @@ _is_compiling = torch.compiler.is_compiling
 class LinearState(NamedTuple):
     """What linear attention keeps of the keys and values that it has seen.
 
-    kv: (..., num_heads_kv, head_dim, head_dim_v), the sum of phi(key) value^T; k_sum: (..., num_heads_kv, head_dim), the sum of phi(key);
-    each term decayed by the gates after it. float32, and float64 for float64 inputs. head_dim is that of the features. Where log_decay or
-    the initial state is per query head there are num_heads heads.
+    Each term of the sums is decayed by the gates after it. float32, and float64 for float64 inputs. head_dim is that of the features.
+    Where log_decay or the initial state is per query head there are num_heads heads.
+
+    Attributes:
+        kv: (..., num_heads_kv, head_dim, head_dim_v), the sum of phi(key) value^T.
+        k_sum: (..., num_heads_kv, head_dim), the sum of phi(key).
     """
 
     kv: Tensor

@@ -33,8 +33,9 @@ class LinearAttention(nn.Module):
         bias: whether the projections have biases. Default True.
         device, dtype: of the parameters.
 
-    Errors: ValueError for sizes that are not positive, an `embed_dim` that `num_heads` does not divide, a feature map that is unknown or
-    made for another head_dim.
+    Raises:
+        ValueError: for sizes that are not positive, an `embed_dim` that `num_heads` does not divide, a feature map that is unknown or made
+            for another head_dim.
     """
 
     def __init__(
@@ -101,7 +102,8 @@ class LinearAttention(nn.Module):
             head_dim) and k_sum (batch, num_heads, features), float64 for float64 input and float32 otherwise. A query that sees no key
             adds 0 before `out_proj`.
 
-        Errors: ValueError or TypeError that names the argument.
+        Raises:
+            ValueError, TypeError: naming the argument.
         """
         self._check(x, key_mask, state)
         query, key, value = (

@@ -95,7 +95,7 @@ def lsh_attention(
     Differentiable in query_key and value, as `attention` is; hashes have no gradient.
 
     Raises:
-        ValueError or TypeError naming the argument.
+        ValueError, TypeError: naming the argument.
 
     Source: Kitaev, Kaiser and Levskaya, Reformer: The Efficient Transformer (2020), section 2.
     """

@@ -78,7 +78,8 @@ def luong_attention(
     exists.
 
     Args:
-        query: (..., num_heads, seqlen_q, head_dim_q). key: (..., num_heads_kv, seqlen_kv, head_dim_k), num_heads_kv divides num_heads.
+        query: (..., num_heads, seqlen_q, head_dim_q).
+        key: (..., num_heads_kv, seqlen_kv, head_dim_k), num_heads_kv divides num_heads.
         value: (..., num_heads_kv, seqlen_kv, head_dim_v).
         score: "dot" (head_dim_q = head_dim_k), "general" or "concat". Default "dot".
         weight: of "general" W, (head_dim_q, head_dim_k) or (num_heads, head_dim_q, head_dim_k); of "concat" the pair (W, v), (hidden,
@@ -92,7 +93,7 @@ def luong_attention(
     Differentiable in query, key, value and weight, as `attention` is.
 
     Raises:
-        ValueError, TypeError or RuntimeError naming the argument.
+        ValueError, TypeError, RuntimeError: naming the argument.
 
     Source: Luong, Pham and Manning, Effective Approaches to Attention-based Neural Machine Translation (2015), section 3.1.
     """
@@ -176,7 +177,8 @@ class LuongAttention(nn.Module):
         dropout: probability that a weight is zeroed in training. Default 0.
         device, dtype: of the parameters, which start Xavier-uniform.
 
-    Errors: ValueError or TypeError naming the argument.
+    Raises:
+        ValueError, TypeError: naming the argument.
     """
 
     def __init__(
@@ -225,6 +227,9 @@ class LuongAttention(nn.Module):
 
         Returns:
             (..., seqlen_kv, query_dim); of "concat" (..., seqlen_kv, hidden_dim).
+
+        Raises:
+            ValueError, TypeError: naming `key`.
         """
         self._check("key", key, self.key_dim)
         if self.weight is None:
@@ -255,7 +260,8 @@ class LuongAttention(nn.Module):
             (out, weights): out (..., seqlen_q, value_dim); weights None, or float32 (float64 for float64) (..., seqlen_q, seqlen_kv). Both
             are differentiable: a coverage is the sum of the weights over the steps.
 
-        Errors: ValueError or TypeError naming the argument.
+        Raises:
+            ValueError, TypeError: naming the argument.
         """
         self._check("query", query, self.query_dim)
         if (key is None) == (projected_key is None):

@@ -39,6 +39,9 @@ class Mask:
 
         Returns:
             (seqlen_q, seqlen_kv), or (batch..., 1, seqlen_q, seqlen_kv) where the mask or the offset differs between batch items.
+
+        Raises:
+            ValueError, TypeError: naming the argument, or the mask and its field.
         """
         for name, length in (("seqlen_q", seqlen_q), ("seqlen_kv", seqlen_kv)):
             number(name, length, 0)
@@ -63,6 +66,12 @@ class Mask:
 
         Args:
             seqlen_q, seqlen_kv, query_offset: as of `dense`.
+
+        Returns:
+            A number in [0, 1].
+
+        Raises:
+            ValueError, TypeError: naming the argument, or the mask and its field.
         """
         from .block_list import density
 
@@ -88,7 +97,14 @@ class Mask:
 
 @dataclass(frozen=True)
 class Causal(Mask):
-    """j <= p. `align="top_left"`: j <= i, whatever the lengths and the query offset (as `is_causal` in torch)."""
+    """j <= p. `align="top_left"`: j <= i, whatever the lengths and the query offset (as `is_causal` in torch).
+
+    Args:
+        align: "bottom_right", where the last query sees the last key, or "top_left". Default "bottom_right".
+
+    Raises:
+        ValueError: naming `align`.
+    """
 
     align: str = "bottom_right"
 
@@ -109,7 +125,15 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
-    """p - left <= j <= p + right, both inclusive: `left + 1 + right` keys. `SlidingWindow(w - 1, 0)` is a causal window of w keys."""
+    """p - left <= j <= p + right, both inclusive: `left + 1 + right` keys. `SlidingWindow(w - 1, 0)` is a causal window of w keys.
+
+    Args:
+        left: keys before p, >= 0.
+        right: keys behind p, >= 0; 0 makes the window causal.
+
+    Raises:
+        ValueError, TypeError: naming the field.
+    """
 
     left: int
     right: int
@@ -132,7 +156,14 @@ class SlidingWindow(Mask):
 
 @dataclass(frozen=True)
 class PrefixLM(Mask):
-    """j < prefix or j <= p: the first `prefix` keys are seen by all, the others causally."""
+    """j < prefix or j <= p: the first `prefix` keys are seen by all, the others causally.
+
+    Args:
+        prefix: number of keys, >= 0.
+
+    Raises:
+        ValueError, TypeError: naming `prefix`.
+    """
 
     prefix: int
 
@@ -152,7 +183,14 @@ class PrefixLM(Mask):
 
 @dataclass(frozen=True)
 class Chunked(Mask):
-    """p // size == j // size: attention inside chunks of `size` positions. A position before 0 stands in no chunk."""
+    """p // size == j // size: attention inside chunks of `size` positions. A position before 0 stands in no chunk.
+
+    Args:
+        size: positions of a chunk, >= 1.
+
+    Raises:
+        ValueError, TypeError: naming `size`.
+    """
 
     size: int
 
@@ -172,7 +210,14 @@ class Chunked(Mask):
 
 @dataclass(frozen=True)
 class Sinks(Mask):
-    """j < n: the first n keys. `Causal() & (SlidingWindow(w, 0) | Sinks(n))` is streaming attention (Xiao et al., 2024)."""
+    """j < n: the first n keys. `Causal() & (SlidingWindow(w, 0) | Sinks(n))` is streaming attention (Xiao et al., 2024).
+
+    Args:
+        n: number of keys, >= 0.
+
+    Raises:
+        ValueError, TypeError: naming `n`.
+    """
 
     n: int
 
@@ -195,6 +240,9 @@ class KeyLengths(Mask):
 
     Args:
         lengths: integer tensor that broadcasts to the leading dimensions (batch...) of query. Compared by identity.
+
+    Raises:
+        ValueError, TypeError: naming `lengths`; where it meets query also for a shape that does not broadcast, or another device.
     """
 
     lengths: Tensor
@@ -222,6 +270,9 @@ class Documents(Mask):
 
     Args:
         cu_seqlens: integer tensor (num_documents + 1,), non-decreasing from 0 (checked for values on the CPU). Compared by identity.
+
+    Raises:
+        ValueError, TypeError: naming `cu_seqlens`.
     """
 
     cu_seqlens: Tensor

@@ -275,7 +275,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch_first: whether inputs are (batch, seqlen, features) rather than (seqlen, batch, features). Default False.
         device, dtype: of the parameters.
 
-    Errors: ValueError for sizes that are not positive, an `embed_dim` that `num_heads` does not divide, a dropout outside [0, 1].
+    Raises:
+        ValueError: for sizes that are not positive, an `embed_dim` that `num_heads` does not divide, a dropout outside [0, 1].
     """
 
     def __init__(
@@ -369,7 +370,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             (batch, num_heads, seqlen_q, seqlen_kv) if not averaged, without batch where the input has none; or None. The columns of
             `add_bias_kv` and `add_zero_attn` are the last ones.
 
-        Errors: ValueError for a shape, TypeError for a mask that is neither bool nor floating; both name the argument.
+        Raises:
+            ValueError: naming the argument whose shape does not fit.
+            TypeError: naming a mask that is neither bool nor floating.
         """
         options: dict[str, Any] = {
             "is_causal": is_causal,

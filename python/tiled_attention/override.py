@@ -62,6 +62,7 @@ class override_sdpa:
         return self._served + (_switch.calls - self._base if self._depth else 0)
 
     def enable(self) -> override_sdpa:
+        """Turn it on, until as many `disable`. Returns this object."""
         _service.enter()
         if not self._depth:
             self._base = _switch.calls
@@ -69,7 +70,11 @@ class override_sdpa:
         return self
 
     def disable(self) -> None:
-        """Undo one `enable`. RuntimeError where there is none to undo."""
+        """Undo one `enable`.
+
+        Raises:
+            RuntimeError: where there is none to undo.
+        """
         if not self._depth:
             raise RuntimeError("override_sdpa: disable() without enable()")
         self._depth -= 1

@@ -25,7 +25,8 @@ class SinusoidalEmbedding(nn.Module):
         base: > 0. Default 10000.
         dtype: of the result; None: torch's default dtype when the module is made.
 
-    Errors: ValueError or TypeError naming the argument.
+    Raises:
+        ValueError, TypeError: naming the argument.
     """
 
     def __init__(self, dim: int, base: float = 10000.0, *, dtype: torch.dtype | None = None) -> None:
@@ -37,7 +38,17 @@ class SinusoidalEmbedding(nn.Module):
             raise TypeError(f"dtype must be a floating-point dtype, got {dtype}")
 
     def forward(self, positions: Tensor) -> Tensor:
-        """positions (...,), integer or floating point -> (..., dim)."""
+        """The embeddings of positions.
+
+        Args:
+            positions: (...,), integer or floating point.
+
+        Returns:
+            (..., dim).
+
+        Raises:
+            TypeError: naming `positions`.
+        """
         angles = angles_of(check_positions("positions", positions), inverse_frequencies(self.dim, self.base, positions.device))
         return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[..., : self.dim].to(self.dtype)
 
@@ -53,7 +64,8 @@ class LearnedEmbedding(nn.Module):
         dim: size of the embedding.
         device, dtype: of the parameter `weight` (max_len, dim), which starts normal with standard deviation 0.02.
 
-    Errors: ValueError, TypeError or IndexError naming the argument.
+    Raises:
+        ValueError, TypeError: naming the argument.
     """
 
     def __init__(self, max_len: int, dim: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
@@ -67,7 +79,18 @@ class LearnedEmbedding(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """positions (...,), integers in [0, max_len) -> (..., dim). Outside: IndexError, where values can be read (CPU, eager)."""
+        """The embeddings of positions.
+
+        Args:
+            positions: (...,), integers in [0, max_len).
+
+        Returns:
+            (..., dim).
+
+        Raises:
+            TypeError: naming `positions`.
+            IndexError: for a position outside, where values can be read (CPU, eager).
+        """
         check_integers("positions", positions)
         if is_readable(positions) and positions.numel():
             least, most = (int(end) for end in positions.aminmax())
@@ -89,7 +112,11 @@ def alibi_slopes(num_heads: int, *, device: torch.device | str | None = None, dt
         num_heads: any number, 0 included.
         device, dtype: of the result. Default float32.
 
-    Errors: ValueError or TypeError naming num_heads.
+    Returns:
+        (num_heads,).
+
+    Raises:
+        ValueError, TypeError: naming num_heads.
     """
     num_heads = number("num_heads", num_heads, 0)
     power = 1 << max(num_heads.bit_length() - 1, 0)

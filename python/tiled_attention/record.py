@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import sys
 import threading
 import warnings
 from collections import Counter
@@ -15,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .library import devices
-from .mask_checks import is_readable
 from .observers import Call, Shared, observers
 from .override import entries
 from .recorded import Indices, RecordedAttention, Recording, integers
@@ -27,8 +26,6 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 class record_attention:
     """Capture the attention weights inside a model while it runs, without changing what it computes.
-
-    ::
 
         with ta.record_attention(model) as recording:
             model(x)
@@ -43,14 +40,15 @@ class record_attention:
     given, and agree with the model's own up to its rounding.
 
     Not seen: attention that a model computes itself (Hugging Face's "eager", FlexAttention, flash_attn); `linear_attention` and
-    `lsh_attention`; calls inside torch.func transforms, traces and on devices that this package has no kernels for, which a warning
-    counts at the end. Functions of torch.compile run in eager mode meanwhile (`torch.compiler.set_stance("force_eager")`), in all threads.
-    Recomputation in a backward pass (`torch.utils.checkpoint`) is not recorded again.
+    `lsh_attention`; `torch.vmap` over F.scaled_dot_product_attention, and the weights of a scripted nn.MultiheadAttention. Other calls
+    inside torch.func transforms and traces, and on devices that this package has no kernels for, are counted by a warning at the end.
+    Functions of torch.compile run in eager mode meanwhile (`torch.compiler.set_stance("force_eager")`), in all threads. Recomputation in a
+    backward pass (`torch.utils.checkpoint`) is not recorded again.
 
     Args:
         model: any module. Only calls made inside its forward count.
-        layers: which modules to record: their place in the order in which modules of the model first attend (0, 1, ...), or their name, or
-            a pattern of it ("decoder.*", as in fnmatch); one or several. None: all.
+        layers: which modules to record: their place in the order in which modules of the model first attend (0, 1, ...), or their name or
+            that of a module around them, or a pattern of it ("decoder.layers.[0-3]", as in fnmatch); one or several. None: all.
         heads: indices of the query heads to record, one or several, negative ones count from the end. None: all.
         rows: indices of queries likewise. Their weights are computed when the call ends, and nothing else is kept. None: a copy of query
             and keys is kept, of size O(seqlen), and any weights can be asked for later.
@@ -59,9 +57,11 @@ class record_attention:
     recording.
 
     Raises:
-        TypeError or ValueError naming model, layers, heads or rows: at once where they cannot be right for any call, out of the model's
-        forward where an index is out of range for a call, at the end of the block where `layers` asks for more modules than attended. A
-        warning where nothing was recorded.
+        TypeError, ValueError: naming model, layers, heads or rows: at once where they cannot be right for any call, out of the model's
+            forward where an index is out of range for a call, at the end of the block where `layers` asks for a module that did
+            not attend.
+
+    Warns where nothing was recorded.
     """
 
     def __init__(
@@ -75,8 +75,7 @@ class record_attention:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
         self._model = model
-        self._paths = _paths(model)
-        self._layers = None if layers is None else _check_layers(layers, list(self._paths.values()))
+        self._layers = None if layers is None else _check_layers(layers, list(_paths(model).values()))
         self._heads = None if heads is None else integers("heads", heads)
         self._rows = None if rows is None else integers("rows", rows)
         self._running: list[_Recorder] = []
@@ -97,8 +96,15 @@ class record_attention:
 def _install(undo: ExitStack) -> None:
     entries.enter()
     undo.callback(entries.leave)
-    if "torch._dynamo" in sys.modules:
-        undo.enter_context(torch.compiler.set_stance("force_eager"))
+    undo.enter_context(torch.compiler.set_stance("force_eager"))
+    # Compiled modules warn of global hooks: that they run twice, which those of a recording may.
+    warnings.filterwarnings("ignore", "Using `torch.compile.* when there are global hooks", UserWarning)
+    undo.callback(_forget_filter, warnings.filters[0])
+
+
+def _forget_filter(added: Any) -> None:
+    if added in warnings.filters:  # others may have replaced them all
+        warnings.filters.remove(added)  # type: ignore[attr-defined]
 
 
 _watch = Shared(_install)
@@ -143,9 +149,10 @@ class _Recorder:
                 hint = ': its "eager" attention is not seen, model.set_attn_implementation("sdpa") is' if eager else ""
                 warnings.warn(f"record_attention: no attention call of {type(self._model).__name__} was seen{hint}", stacklevel=3)
             return
-        largest = max((layer for layer in self._layers or () if isinstance(layer, int)), default=-1)
-        if largest >= len(self._seen):
-            raise ValueError(f"layers: expected indices below {len(self._seen)}, the number of modules that attended, got {largest}")
+        paths = list(self._seen)
+        for layer in self._layers or ():
+            if not any(_is_meant(layer, path, place) for place, path in enumerate(paths)):
+                raise ValueError(f"layers: expected some of the {len(paths)} modules that attended, {paths}, got {layer!r}")
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if module in self._paths:
@@ -167,7 +174,7 @@ class _Recorder:
         if not stack or torch._C._current_graph_task_id() != -1:  # in a backward pass: recomputation
             return
         module = stack[-1]
-        if isinstance(module, nn.TransformerEncoderLayer):  # its fast path goes past the module that attends
+        if isinstance(module, nn.TransformerEncoderLayer) and module.self_attn in self._paths:  # its fast path goes past what attends
             module = module.self_attn
         path = self._paths[module]
         reason = _unreadable(call.query) or _unreadable(call.key)
@@ -177,14 +184,27 @@ class _Recorder:
                 return
             self._seen[path] += 1
             count, place = self._seen[path], list(self._seen).index(path)
-        if self._layers is not None and not any(
-            place == layer if isinstance(layer, int) else fnmatch.fnmatchcase(path, layer) for layer in self._layers
-        ):
+        if self._layers is not None and not any(_is_meant(layer, path, place) for layer in self._layers):
             return
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():
             name = path if count == 1 else f"{path}#{count}"
-            recorded = RecordedAttention(name, call.arguments(), call.lse, call.columns, self._heads, self._rows)
+            arguments, lse = _one_row_per_query(module, call.arguments(), call.lse)
+            recorded = RecordedAttention(name, arguments, lse, call.columns, self._heads, self._rows)
         self.recording._calls.append(recorded)
+
+
+def _one_row_per_query(module: nn.Module, call: Any, lse: Tensor | None) -> tuple[Any, Tensor | None]:
+    """transformers' "sdpa" gives the grouped heads of a single query as the rows of its key/value head: heads again."""
+    groups, config = getattr(module, "num_key_value_groups", 1), getattr(module, "config", None)
+    *batch, heads, rows, head_dim = call.query.shape
+    if groups < 2 or rows != groups or heads * groups != getattr(config, "num_attention_heads", 0) or call.intervals:
+        return call, lse
+    changes = {"query": call.query.reshape(*batch, heads * groups, 1, head_dim)}
+    for name in ("mask", "bias"):
+        tensor = getattr(call, name, None)
+        if tensor is not None and tensor.shape[-2] > 1:
+            changes[name] = tensor.flatten(-3, -2).unsqueeze(-2)
+    return call._replace(**changes), None if lse is None else lse.flatten(-2)[..., None]
 
 
 def _paths(model: nn.Module) -> dict[nn.Module, str]:
@@ -212,6 +232,13 @@ def _check_layers(layers: Any, paths: list[str]) -> tuple[int | str, ...]:
     return layers
 
 
+def _is_meant(layer: int | str, path: str, place: int) -> bool:
+    """By its place, or by a pattern of its path or of that of a module around it."""
+    if isinstance(layer, int):
+        return layer == place
+    return fnmatch.fnmatchcase(path, layer) or fnmatch.fnmatchcase(path, f"{layer}.*")
+
+
 def _unreadable(tensor: Tensor) -> str:
     """Why weights cannot be computed from it; "" where they can."""
     if tensor.is_nested and type(tensor) is Tensor:
@@ -220,4 +247,6 @@ def _unreadable(tensor: Tensor) -> str:
         return f"on {tensor.device.type}"
     elif tensor.dtype not in _DTYPES:
         return f"in {tensor.dtype}"
-    return "" if is_readable(tensor, tensor.device.type) else "in a trace, a torch.func transform or a tensor subclass"
+    plain = type(tensor) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    plain = plain and not torch._C._is_tracing()
+    return "" if plain else "in a trace, a torch.func transform or of a tensor subclass"

@@ -41,6 +41,8 @@ class RecordedAttention:
         self._columns = columns
         if isinstance(call, Arguments):
             call = turned(call)._replace(key_table=None, query_table=None)
+        if query.dtype != real_dtype(query.dtype):
+            lse = None  # as it was rounded for the product with the values
         if heads is not None:
             call, lse = _of_heads(call, lse, self.heads)
         self._weights: Tensor | None = None
@@ -66,8 +68,9 @@ class RecordedAttention:
             per head, unless `record_attention(rows=)` kept these rows.
 
         Raises:
-            ValueError naming rows or heads where one is out of range or was not recorded, TypeError where one is no integer. RuntimeError
-            where a mask or bias of the call was changed in place since.
+            ValueError: naming rows or heads, where one is out of range or was not recorded.
+            TypeError: where one is no integer.
+            RuntimeError: where a mask or bias of the call was changed in place since.
         """
         chosen = self.heads if heads is None else self._among("heads", heads, self.num_heads, self.heads)
         places = [self.heads.index(head) for head in chosen]
@@ -97,8 +100,8 @@ class RecordedAttention:
             than `blocks`, and likewise blocks_kv.
 
         Raises:
-            ValueError or TypeError naming blocks. RuntimeError where `record_attention(rows=)` kept rows only, or where a mask or bias of
-            the call was changed in place since.
+            ValueError, TypeError: naming blocks.
+            RuntimeError: where `record_attention(rows=)` kept rows only, or where a mask or bias of the call was changed in place since.
         """
         if isinstance(blocks, bool) or not isinstance(blocks, int):
             raise TypeError(f"blocks must be an integer >= 1, got {blocks!r}")
@@ -117,10 +120,7 @@ class RecordedAttention:
         result = torch.empty((self.batch, len(self.heads), blocks_q, blocks_kv), dtype=real, device=device)
         for place in range(len(self.heads)):  # one head at a time: (batch, seqlen_q, blocks_kv) in memory
             call, _ = _of_heads(self._call, None, [place])
-            call = call._replace(query=call.query.to(real), key=call.key.to(real))
-            call = call._replace(value=value.expand(*call.key.shape[:-1], blocks_kv))
-            with _plainly(device):
-                shares = (forward(call) if isinstance(call, Arguments) else forward_additive(call))[0]
+            shares = _forward(call._replace(value=value.expand(*call.key.shape[:-1], blocks_kv)))[0]
             shares = shares.reshape(self.batch, self.seqlen_q, blocks_kv)
             whole = self.seqlen_q // size_q
             sums = result[:, place]
@@ -172,13 +172,12 @@ class RecordedAttention:
     def _all_lse(self) -> Tensor:
         """Of the heads that are kept; computed once."""
         if self._lse is None:
-            call = self._call._replace(value=self._call.key[..., :0])
-            with _plainly(call.query.device):
-                self._lse = (forward(call) if isinstance(call, Arguments) else forward_additive(call))[1]
+            self._lse = _forward(self._call._replace(value=self._call.key[..., :0]))[1]
         return self._lse
 
     def _compute(self, call: Any, lse: Tensor, rows: tuple[int, ...] | None) -> Tensor:
         index = None if rows is None else torch.tensor(rows, dtype=torch.int64, device=call.query.device)
+        call = _widened(call)
         with _plainly(call.query.device):
             weights = weights_of(call, lse, rows=index) if isinstance(call, Arguments) else weights_of_additive(call, lse, index)
         weights = weights.reshape(self.batch, *weights.shape[-3:])
@@ -260,6 +259,20 @@ def _of_heads(call: Any, lse: Tensor | None, heads: Sequence[int]) -> tuple[Any,
         if tensor is not None and tensor.dim() >= dim and tensor.shape[-dim] > 1:
             changes[name] = tensor.index_select(-dim, index)
     return call._replace(**changes), None if lse is None else lse.index_select(-2, index)
+
+
+def _widened(call: Any) -> Any:
+    """Computed in the precision of its sums."""
+    real = real_dtype(call.query.dtype)
+    value = None if call.value is None else call.value.to(real)
+    return call._replace(query=call.query.to(real), key=call.key.to(real), value=value)
+
+
+def _forward(call: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse)"""
+    call = _widened(call)
+    with _plainly(call.query.device):
+        return forward(call) if isinstance(call, Arguments) else forward_additive(call)
 
 
 def _copy(tensor: Tensor) -> Tensor:

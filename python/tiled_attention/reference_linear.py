@@ -127,6 +127,7 @@ def _feature(feature_map: Any, x: Tensor) -> Tensor:
 
 
 def per_head(tensor: Tensor, heads: int, dim: int) -> Tensor:
+    """The heads of keys and values, in dimension dim, repeated for the query heads that share them."""
     return tensor.repeat_interleave(heads // max(tensor.shape[dim], 1), dim)
 
 

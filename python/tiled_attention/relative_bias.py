@@ -34,7 +34,8 @@ class RelativeBias(nn.Module):
         bidirectional: whether keys after the query have values of their own. Default True.
         device, dtype: of `weight`, which starts normal with standard deviation 0.02.
 
-    Errors: ValueError or TypeError naming the argument.
+    Raises:
+        ValueError, TypeError: naming the argument.
     """
 
     def __init__(
@@ -76,6 +77,9 @@ class RelativeBias(nn.Module):
         Returns:
             row (num_heads, seqlen_q + seqlen_kv - 1), or (batch..., num_heads, seqlen_q + seqlen_kv - 1); empty where either length is 0.
             The bias of query i and key j is row[..., j - i + seqlen_q - 1]. Differentiable in `weight`.
+
+        Raises:
+            ValueError, TypeError: naming the argument.
         """
         for name, size in (("seqlen_q", seqlen_q), ("seqlen_kv", seqlen_kv)):
             number(name, size, 0)
@@ -99,7 +103,18 @@ class RelativeBias(nn.Module):
         return self(query.shape[-2], key.shape[-2], query_offset=query_offset)[..., None, :]
 
     def index(self, distances: Tensor) -> Tensor:
-        """The rows of `weight` that hold the values of distances j - p, an integer tensor of any shape."""
+        """Which rows of `weight` hold the values of distances.
+
+        Args:
+            distances: j - p, an integer tensor of any shape.
+
+        Returns:
+            int64, of the same shape.
+
+        Raises:
+            TypeError: naming `distances`.
+        """
+        check_integers("distances", distances)
         if self.num_buckets is None:
             least = -self.max_distance
             return distances.clamp(least, self.max_distance) - least if self.bidirectional else (-distances).clamp(0, self.max_distance)

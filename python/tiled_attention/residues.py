@@ -26,6 +26,9 @@ from .masks import Mask, Or
 from .sparse_masks import Dilated, Strided
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+_CPU_ADDS = torch._C._dispatch_has_kernel_for_dispatch_key(
+    "tiled_attention::_attention_fwd_add_", "CPU"
+)  # not in a build of emulated CUDA kernels
 
 
 class Pattern(NamedTuple):
@@ -168,37 +171,49 @@ def _composite(args: Arguments, pattern: Pattern) -> tuple[Tensor, Tensor]:
 
 def _merged(args: Arguments, pattern: Pattern, with_residual: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, residual), below autograd. 16-bit parts are merged with what their rounding took."""
-    real, seqlen_q, dtype = real_dtype(args.query.dtype), args.query.shape[-2], args.query.dtype
     pieces = _pieces(pattern)
-    rounds = dtype != real and len(pieces) > 1
-    outs: list[Tensor] = []
-    lses: list[Tensor] = []
-    residual = args.query.new_empty(0)
+    rounds = args.query.dtype != real_dtype(args.query.dtype) and len(pieces) > 1
     with _below_autograd():
-        for piece in pieces:
-            part, front = _arguments(args, piece, not outs)
-            out, lse, residual = ops.attention_fwd(*part, with_residual or rounds)
-            if rounds:
-                out = out.to(real) + residual
-            if piece.step > 1:
-                out, lse = _join(out, front, seqlen_q), _join(lse[..., None], front, seqlen_q)[..., 0]
-                if residual.dim() > 1:
-                    residual = _join(residual, front, seqlen_q)
-            outs.append(out)
-            lses.append(lse)
-        if len(pieces) == 1:
-            return outs[0], lses[0].contiguous(), residual
-        lse = lses[0]
-        for other in lses[1:]:
-            lse = torch.logaddexp(lse, other)
-        shift = torch.where(lse == -math.inf, 0.0, lse)
-        total = outs[0].mul_((lses[0] - shift).exp_()[..., None])
-        for out, other in zip(outs[1:], lses[1:], strict=True):
-            total.addcmul_(out, (other - shift).exp_()[..., None])
-        if not rounds:
-            return total, lse, residual
-        out = total.to(dtype)
-        return out, lse, total.sub_(out).to(dtype) if with_residual else residual
+        part, front = _arguments(args, pieces[0], True)
+        out, lse, residual = ops.attention_fwd(*part, with_residual or rounds)
+        if len(pieces) > 1:
+            add = _add_in_place if _adds_in_place(args, pattern.step) else _add
+            for piece in pieces[1:]:
+                out, lse, residual = add(args, piece, out, lse, residual)
+        elif pieces[0].step > 1:
+            out, residual = (_join(x, front, args.query.shape[-2]) if x.dim() > 1 else x for x in (out, residual))
+            lse = _join(lse[..., None], front, args.query.shape[-2])[..., 0].contiguous()
+    return out, lse, residual if with_residual else residual.new_empty(0)
+
+
+def _adds_in_place(args: Arguments, step: int) -> bool:
+    """Whether the kernels add to the rows of a residue class where they lie: nothing has to fill the classes up."""
+    whole = not any(length % step for length in (_offset(args), args.query.shape[-2], args.key.shape[-2]))
+    return whole and args.query.device.type == "cpu" and _CPU_ADDS
+
+
+def _add_in_place(args: Arguments, piece: _Piece, out: Tensor, lse: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    part, _ = _arguments(args, piece, False)
+    by_class = [_split(x, piece.step, 0) if x.dim() > 1 else x for x in (out, residual)]
+    lse_by_class = _split(lse[..., None], piece.step, 0)[..., 0].contiguous()
+    ops._attention_fwd_add_(*part, by_class[0], lse_by_class, by_class[1])
+    return out, lse.copy_(_join(lse_by_class[..., None], 0, lse.shape[-1])[..., 0]), residual
+
+
+def _add(args: Arguments, piece: _Piece, out: Tensor, lse: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    part, front = _arguments(args, piece, False)
+    rounds, seqlen_q = residual.dim() > 1, args.query.shape[-2]
+    other, other_lse, other_residual = ops.attention_fwd(*part, rounds)
+    if rounds:
+        out, other = out.to(lse.dtype) + residual, other.to(lse.dtype) + other_residual
+    other, other_lse = _join(other, front, seqlen_q), _join(other_lse[..., None], front, seqlen_q)[..., 0]
+    total_lse = torch.logaddexp(lse, other_lse)
+    shift = torch.where(total_lse == -math.inf, 0.0, total_lse)
+    total = out.mul_((lse - shift).exp_()[..., None]).addcmul_(other, (other_lse - shift).exp_()[..., None])
+    if not rounds:
+        return total, total_lse, residual
+    out = total.to(residual.dtype)
+    return out, total_lse, total.sub_(out).to(residual.dtype)
 
 
 def _lse_limit(dtype: torch.dtype) -> float:
@@ -272,33 +287,35 @@ def _gradients(
     args: Arguments, pattern: Pattern, grad_out: Tensor, grad_lse: Any, out: Tensor, lse: Tensor, residual: Tensor, needed: Any
 ) -> list[Tensor | None]:
     by_query, by_key, by_value, by_slopes, by_sinks = needed
-    seqlen_q, seqlen_kv = args.query.shape[-2], args.key.shape[-2]
+    in_place = _adds_in_place(args, pattern.step)
+    lengths = (args.query.shape[-2], args.key.shape[-2], args.key.shape[-2])
     total: list[Any] = [None] * 5
     for at, piece in enumerate(_pieces(pattern)):
         part, front = _arguments(args, piece, at == 0)
-        results, rows = [grad_out, grad_lse, out, lse, residual], [grad_out, out, residual]
-        if piece.step > 1:
-            rows = [_split(x, piece.step, front) if x.dim() > 1 else x for x in rows]
+        step, fronts = piece.step, (front, 0, 0)
+        results = [grad_out, grad_lse, out, lse, residual]
+        if step > 1:
+            rows = [_split(x, step, front) if x.dim() > 1 else x for x in (grad_out, out, residual)]
             # A row that only fills up the view saw no key.
             by_row = [(grad_lse, 0.0), (lse, -math.inf)]
-            split = [None if x is None else _split(x[..., None], piece.step, front, fill)[..., 0].contiguous() for x, fill in by_row]
+            split = [None if x is None else _split(x[..., None], step, front, fill)[..., 0] for x, fill in by_row]
             results = [rows[0], split[0], rows[1], split[1], rows[2]]
-        grad_rows, grad_lse_rows, out_rows, lse_rows, residual_rows = results
+        grad_rows, grad_lse_rows, *rest = (None if x is None else x.contiguous() if i in (1, 3) else x for i, x in enumerate(results))
+        if at and in_place:
+            slopes = torch.zeros_like(total[3]) if by_slopes else None
+            grads = [None if grad is None else _split(grad, step, 0) for grad in total[:3]]
+            ops._attention_bwd_add_(grad_rows, grad_lse_rows, *part, *rest, *grads, slopes)
+            if by_slopes:
+                total[3].add_(slopes, alpha=step)
+            continue
         wants_sinks = by_sinks and at == 0
         bits = by_query | by_key << 1 | by_value << 2 | by_slopes << 4 | wants_sinks << 5
-        grads = list(
-            ops.attention_bwd(
-                grad_rows, None if grad_lse_rows is None else grad_lse_rows.contiguous(), *part, out_rows, lse_rows, residual_rows, bits
-            )
-        )
-        if piece.step > 1:
-            for place, (first, n) in enumerate(((front, seqlen_q), (0, seqlen_kv), (0, seqlen_kv))):
-                if needed[place]:
-                    grads[place] = _join(grads[place], first, n)
-            if by_slopes:
-                grads[4] = grads[4] * piece.step
-        del grads[3]
-        for place, grad in enumerate(grads):
+        found = list(ops.attention_bwd(grad_rows, grad_lse_rows, *part, *rest, bits))
+        del found[3]
+        if step > 1:
+            found[:3] = [_join(x, *place) if need else x for x, need, *place in zip(found[:3], needed[:3], fronts, lengths, strict=True)]
+            found[3] = found[3] * step
+        for place, grad in enumerate(found):
             if needed[place] and (place < 4 or wants_sinks):
                 total[place] = grad if total[place] is None else total[place].add_(grad)
     return total

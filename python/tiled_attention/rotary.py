@@ -44,7 +44,8 @@ class RotaryScaling:
         beta_fast, beta_slow: turns, of yarn only. Defaults 32 and 1.
         truncate: whether the ends of the ramp of yarn are rounded outwards to whole i. Default True.
 
-    Errors: ValueError or TypeError naming the field.
+    Raises:
+        ValueError, TypeError: naming the field.
     """
 
     kind: Literal["linear", "ntk", "dynamic", "yarn"]
@@ -76,7 +77,18 @@ class RotaryScaling:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], base: float) -> RotaryScaling | None:
-        """From `rope_parameters` (or `rope_scaling`) of a Hugging Face model. None for the type "default"; raises for what is not known."""
+        """From `rope_parameters` (or `rope_scaling`) of a Hugging Face model.
+
+        Args:
+            config: that mapping.
+            base: what its `rope_theta` must be, where it has one.
+
+        Returns:
+            The scaling; None for the type "default".
+
+        Raises:
+            ValueError: for a type or a name that is not known, another base, a missing factor.
+        """
         kind = config.get("rope_type", config.get("type", "default"))
         if kind != "default" and kind not in _ROPE_TYPES:
             raise ValueError(f"scaling: rope_type must be one of default, {', '.join(_ROPE_TYPES)}, got {kind!r}")
@@ -118,7 +130,8 @@ class RotaryEmbedding(nn.Module):
 
     `attention(..., rotary=RotaryEmbedding(...))` does this to query (at p) and key (at j) by itself.
 
-    Errors: ValueError or TypeError naming the argument.
+    Raises:
+        ValueError, TypeError: naming the argument.
     """
 
     def __init__(
@@ -152,12 +165,16 @@ class RotaryEmbedding(nn.Module):
         """Turn both.
 
         Args:
-            query: (..., num_heads, seqlen_q, head_dim). key: (..., num_heads_kv, seqlen_kv, head_dim).
+            query: (..., num_heads, seqlen_q, head_dim).
+            key: (..., num_heads_kv, seqlen_kv, head_dim).
             positions: (seqlen,), or with leading dimensions that broadcast to those of query and key; for both where their lengths are
                 equal, or a pair (of query, of key). None: key j at j, query i at i + seqlen_kv - seqlen_q.
 
         Returns:
             query and key, turned.
+
+        Raises:
+            ValueError, TypeError: naming the argument.
         """
         for name, tensor in (("query", query), ("key", key)):
             self.check(name, tensor)
@@ -191,6 +208,9 @@ class RotaryEmbedding(nn.Module):
 
         Returns:
             (cos, sin), each (..., seqlen, rotary_dim // 2).
+
+        Raises:
+            TypeError: naming `positions`.
         """
         check_positions("positions", positions)
         angles = angles_of(positions, self._frequencies(positions, length))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ def scaled_dot_product_attention(
 
     Args:
         query: (..., seqlen_q, head_dim), at least 2-D; the dimension before seqlen_q counts as heads where it is there.
-        key: (..., seqlen_kv, head_dim); value: (..., seqlen_kv, head_dim_v). Leading dimensions broadcast, without copies.
+        key: (..., seqlen_kv, head_dim). Leading dimensions broadcast, without copies.
+        value: (..., seqlen_kv, head_dim_v).
         attn_mask: broadcastable to (..., seqlen_q, seqlen_kv): bool, True = attend, or float, added to the scores: the dtype of query or
             float32. May require a gradient. Or a torch.nn.attention.bias.CausalBias.
         dropout_p: in [0, 1]. Applied whatever the mode of the caller, as in torch.
@@ -53,7 +55,7 @@ def scaled_dot_product_attention(
         (..., seqlen_q, head_dim_v), dtype of query.
 
     Raises:
-        TypeError, ValueError or RuntimeError, naming the argument, where torch raises.
+        TypeError, ValueError, RuntimeError: naming the argument, where torch raises.
     """
     if (
         attn_mask is None
@@ -105,7 +107,7 @@ def _general(
     query, key, value, mask, bias = as_attention(query, key, value, attn_mask, bool(is_causal), enable_gqa)
     out, lse = forward(prepare(query, key, value, mask, bias, scale, None, None, None, dropout_p, None, None))
     if not torch.compiler.is_compiling() and observers:
-        tell(Call(query, key, lambda: prepare(query, key, None, mask, bias, scale, None, None, None, 0.0, None, None), lse))
+        tell(Call(query, key, partial(prepare, query, key, None, mask, bias, scale, None, None, None, 0.0, None, None), lse))
     return out[0] if rank == 2 else out
 
 

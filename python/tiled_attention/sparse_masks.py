@@ -18,7 +18,14 @@ from .reference import philox
 @dataclass(frozen=True)
 class Strided(Mask):
     """(p - j) % stride == 0: every stride-th key. `Causal() & (Strided(s) | SlidingWindow(s - 1, 0))` is the strided pattern of the Sparse
-    Transformer (Child et al., 2019, section 4.2)."""
+    Transformer (Child et al., 2019, section 4.2).
+
+    Args:
+        stride: distance of the keys, >= 1.
+
+    Raises:
+        ValueError, TypeError: naming `stride`.
+    """
 
     stride: int
 
@@ -38,7 +45,15 @@ class Strided(Mask):
 @dataclass(frozen=True)
 class Dilated(Mask):
     """|p - j| <= window * dilation and (p - j) % dilation == 0: a window of 2 * window + 1 keys with gaps (Longformer, Beltagy et al.,
-    2020, section 3.1)."""
+    2020, section 3.1).
+
+    Args:
+        window: keys on either side, >= 0.
+        dilation: distance of the keys, >= 1.
+
+    Raises:
+        ValueError, TypeError: naming the field.
+    """
 
     window: int
     dilation: int
@@ -49,6 +64,7 @@ class Dilated(Mask):
 
     @property
     def reach(self) -> int:
+        """The distance of the farthest key that is seen."""
         return min(min(self.window, UNBOUNDED) * self.dilation, UNBOUNDED)
 
     def _visible(self, grid: Grid) -> Tensor:
@@ -73,6 +89,9 @@ class Global(Mask):
     Args:
         positions: integers >= 0, kept as a tuple; or an integer tensor (num_positions,), compared by identity, whose values are checked
             where they can be read (CPU, eager).
+
+    Raises:
+        ValueError, TypeError: naming `positions`.
     """
 
     positions: Sequence[int] | Tensor
@@ -137,6 +156,9 @@ class RandomBlocks(Mask):
         num_blocks: key blocks that a query block sees, all where there are no more.
         block_size: queries and keys of a block.
         seed: in [0, 2 ** 64).
+
+    Raises:
+        ValueError, TypeError: naming the field.
     """
 
     num_blocks: int
@@ -198,6 +220,9 @@ class BlockSparse(Mask):
         block_mask: bool (..., ceil(seqlen_q / block_size), ceil(seqlen_kv / block_size)), True = attend; the leading dimensions broadcast
             to (batch..., num_heads): a layout per head is (num_heads, ., .). Compared by identity.
         block_size: queries and keys of a block, any size; lengths need be no multiple of it.
+
+    Raises:
+        ValueError, TypeError: naming the field; where it meets query also for a grid of blocks that does not fit, or another device.
     """
 
     block_mask: Tensor

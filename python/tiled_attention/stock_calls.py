@@ -83,7 +83,7 @@ def of_heads(
             lengths_q, lengths_k = query._nested_tensor_size()[:, 0], key._nested_tensor_size()[:, 0]
             rows_q = query.to_padded_tensor(0.0)
             rows_k = rows_q if key is query else key.to_padded_tensor(0.0)
-            there = torch.arange(rows_q.shape[1]) < lengths_q[:, None]
+            there = torch.arange(rows_q.shape[1], device=lengths_q.device) < lengths_q[:, None]
             visible = And(KeyLengths(lengths_k.to(query.device)), there[:, None, :, None].to(query.device))
         elif mask is not None:
             attn_mask, padding = (None, mask) if mask_type == 1 else (mask, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def attention_weights(
     Differentiable as `attention` is.
 
     Raises:
-        ValueError, TypeError or RuntimeError naming the argument, what was expected and what came.
+        ValueError, TypeError, RuntimeError: naming the argument, what was expected and what came.
     """
     args = prepare(query, key, None, mask, bias, scale, softcap, alibi_slopes, sinks, dropout_p, generator, query_offset, rotary)
     if rows is not None:
@@ -83,7 +84,7 @@ def attention_with_weights(
     out, lse = forward(args)
     if not torch.compiler.is_compiling() and observers:
         scores = (mask, bias, scale, softcap, alibi_slopes, sinks, 0.0, None, query_offset, rotary)
-        tell(Call(query, key, lambda: prepare(query, key, None, *scores), lse))
+        tell(Call(query, key, partial(prepare, query, key, None, *scores), lse))
     return out, weights_of(args, lse, rows=rows, average=average)
 
 

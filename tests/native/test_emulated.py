@@ -40,7 +40,7 @@ SMALL = (
     "tests/test_dropout.py",
     " ".join(f"tests/test_sparse_masks.py::test_{name}" for name in LISTS),
     "tests/test_masks.py tests/test_rotate.py tests/test_bias_by_distance.py tests/test_tf32.py",
-    "tests/test_library_errors.py tests/test_errors.py tests/test_linear_errors.py",
+    "tests/test_library_errors.py tests/test_errors.py tests/test_linear_errors.py tests/test_support.py",
 )
 ALL = (
     *SMALL,
@@ -55,7 +55,7 @@ ALL = (
     "tests/test_rotary_attention.py",
     "tests/test_accuracy.py tests/test_linear_accuracy.py tests/test_additive_accuracy.py",
     "tests/test_compile.py tests/test_linear_compile.py",
-    "tests/test_sparse_masks.py",
+    "tests/test_sparse_masks.py tests/test_residues.py",
     "tests/test_library.py::TestLayout tests/test_library.py::TestEmptySizes",
 )
 

@@ -8,6 +8,12 @@ size_t attention_fwd_scratch(const AttentionParams& p, const ThreadPool& pool) {
 void attention_fwd(const AttentionParams& p, const ThreadPool& pool, void* scratch) {
   with_kernel<Forward>(p, p, pool, [&](const auto& kernel) { kernel.run(scratch); });
 }
+void attention_fwd_add(const AttentionParams& p, const ThreadPool& pool, void* scratch) {
+  with_kernel<Forward>(p, p, pool, [&](auto kernel) {
+    kernel.adds = true;
+    kernel.run(scratch);
+  });
+}
 
 }  // namespace KERNEL_ISA
 }  // namespace tiled_attention

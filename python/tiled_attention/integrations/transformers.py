@@ -32,7 +32,8 @@ def register() -> str:
     position biases, dropout, packed sequences (`position_ids` that restart) and all caches are served. Query rows that see no key (those
     of left padding) give 0.
 
-    Errors: RuntimeError for transformers before version 5.
+    Raises:
+        RuntimeError: for transformers before version 5.
     """
     if int(transformers.__version__.split(".")[0]) < 5:
         raise RuntimeError(f"register: expected transformers >= 5, got {transformers.__version__}")

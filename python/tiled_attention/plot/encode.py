@@ -131,16 +131,17 @@ def _encode_largest(layers: Sequence[Layer], count: int) -> Encoded:
     """The `count` largest weights of each row: codes and positions, the positions' bytes in planes, low ones first."""
     seqlen_kv = layers[0].seqlen_kv
     power, levels = LADDER[0]
-    planes = _planes(seqlen_kv)
+    planes, diagonal = _planes(seqlen_kv), seqlen_kv - layers[0].seqlen_q
     header = {"kept": "largest", "power": power, "levels": levels, "causal": False, "count": count, "planes": planes}
     encoded, error = Encoded(header, {}), _Error()
     if count == 0:
         return encoded
-    shares = []
+    shares, causal = [], min(layers[0].seqlen_q, seqlen_kv) > 1
     for index, layer in enumerate(layers):
         parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         for begin, end in layer.pieces():
             weights = layer.rows(begin, end)
+            causal = causal and not any(weights[:, i, max(begin + i + diagonal + 1, 0) :].any() for i in range(end - begin))
             places = np.sort(np.argpartition(weights, seqlen_kv - count, axis=-1)[..., seqlen_kv - count :], -1)
             picked = np.take_along_axis(weights, places, -1)
             codes, largest = codes_of(picked, power, levels)
@@ -152,7 +153,7 @@ def _encode_largest(layers: Sequence[Layer], count: int) -> Encoded:
             planar = [((places[head] >> (8 * plane)) & 255).astype(np.uint8) for plane in range(planes)]
             data = largest[head].astype("<f4").tobytes() + codes[head].tobytes() + b"".join(plane.tobytes() for plane in planar)
             encoded.blobs[f"map-{index}-{head}"] = _text(data)
-    encoded.header |= {"error": error.header(), "share": float(np.concatenate(shares).mean())}
+    encoded.header |= {"causal": causal, "error": error.header(), "share": float(np.concatenate(shares).mean())}
     return encoded
 
 

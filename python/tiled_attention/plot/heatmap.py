@@ -60,7 +60,8 @@ def heatmap(
         The axes of one map, else an array (layers, heads) of axes.
 
     Raises:
-        ImportError without matplotlib; ValueError, TypeError or IndexError naming the argument.
+        ImportError: without matplotlib.
+        ValueError, TypeError, IndexError: naming the argument.
     """
     try:
         from matplotlib import pyplot

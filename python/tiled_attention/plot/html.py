@@ -27,6 +27,7 @@ class Page:
     """An HTML page: `str(page)`, `page.save(path)`, or the last line of a notebook's cell.
 
     Attributes:
+        text: the whole page.
         kept: "all" weights, or the "largest" of each row.
         error: of the weights that it holds: "largest" and "mean" distance from the given ones, "largest_of_row" as a share of the largest
             weight in the row; empty where it holds means over blocks only.
@@ -43,7 +44,17 @@ class Page:
         return f"Page({len(self.text.encode())} bytes, kept={self.kept!r}, error={self.error})"
 
     def save(self, path: str | Path) -> Path:
-        """Writes the page (UTF-8); returns the path."""
+        """Writes the page, in UTF-8.
+
+        Args:
+            path: of the file.
+
+        Returns:
+            The path.
+
+        Raises:
+            OSError: where it cannot be written.
+        """
         path = Path(path)
         path.write_text(self.text, encoding="utf-8", newline="\n")
         return path
@@ -83,7 +94,7 @@ def html(
         A `Page`.
 
     Raises:
-        ValueError or TypeError naming the argument.
+        ValueError, TypeError: naming the argument.
     """
     layers = layers_of(weights)
     same_lengths(layers)

@@ -25,7 +25,8 @@ def mask(mask: Mask | Tensor, seqlen_q: int, seqlen_kv: int, *, query_offset: in
         The axes. Where batch items or heads differ, the mean over them is drawn.
 
     Raises:
-        ImportError without matplotlib; ValueError or TypeError naming `mask` or a length.
+        ImportError: without matplotlib.
+        ValueError, TypeError: naming `mask` or a length.
     """
     try:
         from matplotlib import pyplot

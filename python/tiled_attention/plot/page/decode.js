@@ -4,6 +4,7 @@
 const page = JSON.parse(document.getElementById("data").textContent);
 const { seqlen_q: numQueries, seqlen_kv: numKeys, layers } = page;
 const aligned = numKeys - numQueries; // query i stands at key i + aligned
+const isHidden = (i, j) => page.causal && j > i + aligned;
 
 function bytesOf(text) {
   if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
@@ -57,7 +58,10 @@ class HeadMap {
   // Float32Array (numKeys,): NaN where a key is hidden or its weight unknown.
   row(i) {
     const weights = new Float32Array(numKeys).fill(NaN), start = this.start(i), count = this.count(i);
-    for (let n = 0; n < count; n++) weights[this.keyOf(i, n)] = this.share[this.codes[start + n]] * this.largest[i];
+    for (let n = 0; n < count; n++) {
+      const j = this.keyOf(i, n);
+      if (!isHidden(i, j)) weights[j] = this.share[this.codes[start + n]] * this.largest[i];
+    }
     return weights;
   }
 

@@ -41,6 +41,7 @@ function buildEvents() {
   $("theme").addEventListener("click", () => changeTheme(document.documentElement.dataset.theme !== "dark"));
   document.addEventListener("keydown", onKey);
   new ResizeObserver(drawMap).observe($("frame"));
+  new ResizeObserver(paintHeads).observe($("heads"));
   const preferred = matchMedia("(prefers-color-scheme: dark)");
   preferred.addEventListener("change", () => changeTheme(preferred.matches));
 }
@@ -126,7 +127,8 @@ async function start() {
   zoom(0);
   await show(0, 0);
   await paintHeads();
-  requestAnimationFrame(() => (document.documentElement.dataset.drawn = performance.now().toFixed(0)));
+  // The frame after next begins when this one is painted.
+  requestAnimationFrame(() => requestAnimationFrame(() => (document.documentElement.dataset.drawn = performance.now().toFixed(0))));
 }
 
 start().catch((error) => {

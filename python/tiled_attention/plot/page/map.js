@@ -97,8 +97,9 @@ function drawMap() {
   }
   const scale = [cells.width / numKeys, cells.height / numQueries];
   pen.imageSmoothingEnabled = (cell * ratio) / scale[0] < 1;
-  pen.drawImage(cells, layout.column * scale[0], layout.row * scale[1], columns * scale[0], rows * scale[1], left, layout.top, width, height);
-  if (page.kept === "largest" && state.map && rows <= MOST_CELLS) drawLargest(pen, width / columns, height / rows);
+  const close = page.kept === "largest" && state.map && rows <= MOST_CELLS;
+  if (close) drawLargest(pen, width / columns, height / rows);
+  else pen.drawImage(cells, layout.column * scale[0], layout.row * scale[1], columns * scale[0], rows * scale[1], left, layout.top, width, height);
   pen.strokeStyle = style("--line");
   pen.strokeRect(left - 0.5, layout.top - 0.5, width + 1, height + 1);
   pen.font = FONT;
@@ -108,18 +109,26 @@ function drawMap() {
   for (let i = layout.row; i < layout.row + rows; i += down.every) pen.fillText(short(queryTokens[i], 14), left - 5, middle(i, "row"));
   for (let j = layout.column; j < layout.column + columns; j += across.every) below(pen, j);
   const end = { row: "largest of the row", one: "1", head: state.map ? text(state.map.largestOfAll) : "" }[$("scale").value];
-  $("ramp-end").textContent = page.kept === "all" ? end : `${end} (blocks: ${text(state.overview.largest)})`;
+  $("ramp-end").textContent = page.kept === "all" || close ? end : `a mean of ${text(state.overview.largest)} in a block`;
   placeMarks();
 }
 
-// The kept weights of the rows in sight, above the means of their blocks.
+// The kept weights of the rows in sight, above the means of their blocks in the same colours.
 function drawLargest(pen, wide, high) {
+  const last = layout.column + layout.columns, size = Math.ceil(numKeys / state.overview.columns);
   for (let i = layout.row; i < layout.row + layout.rows; i++) {
+    const y = layout.top + (i - layout.row) * high;
+    for (let first = Math.floor(layout.column / size) * size; first < last; first += size) {
+      const from = Math.max(first, layout.column), to = Math.min(first + size, last, page.causal ? i + aligned + 1 : numKeys);
+      if (to <= from) break;
+      pen.fillStyle = colours.css[step(meanAt(i, first), state.map.largest[i])];
+      pen.fillRect(layout.left + (from - layout.column) * wide, y, (to - from) * wide, high);
+    }
     for (let n = 0; n < page.count; n++) {
       const j = state.map.keyOf(i, n) - layout.column, at = i * page.count + n;
       if (j < 0 || j >= layout.columns || state.map.codes[at] === 0) continue;
       pen.fillStyle = colours.css[step(state.map.share[state.map.codes[at]] * state.map.largest[i], state.map.largest[i])];
-      pen.fillRect(layout.left + j * wide, layout.top + (i - layout.row) * high, wide, high);
+      pen.fillRect(layout.left + j * wide, y, wide, high);
     }
   }
 }
@@ -152,7 +161,7 @@ function placeMarks() {
   const inside = row >= 0 && row < layout.rows;
   place("row-mark", inside, { left, top: top + row * high, width, height: Math.max(high, 1) }).classList.toggle("pinned", state.pinned !== null);
   place("column-mark", column >= 0 && column < layout.columns, { left: left + column * wide, top, width: Math.max(wide, 1), height });
-  const label = place("query-mark", inside, { top: top + (row + 0.5) * high - LABEL / 2, width: left - 3, height: LABEL });
+  const label = place("query-mark", inside, { top: top + (row + 0.5) * high - LABEL / 2, width: left - 4, height: LABEL });
   label.textContent = short(queryTokens[state.query], 14);
   $("map").setAttribute("aria-label", `Map of ${nameOfHead()}: ${numQueries} queries down, ${numKeys} keys across. Query ${state.query}, ${shown(queryTokens[state.query])}.`);
 }
@@ -170,15 +179,15 @@ function tip(event, place) {
   box.hidden = place === null;
   if (place === null) return;
   const row = state.map?.row(place.query), weight = row ? row[place.key] : NaN;
-  const value = Number.isNaN(weight) ? (isHidden(place.query, place.key) ? "hidden" : blockMean(place)) : text(weight, state.map.smallest(place.query));
+  const value = Number.isNaN(weight) ? (isHidden(place.query, place.key) ? "hidden" : `mean of the block ${text(meanAt(place.query, place.key))}`) : text(weight, state.map.smallest(place.query));
   box.replaceChildren(element("b", {}, short(queryTokens[place.query], 24)), " → ", element("b", {}, short(keyTokens[place.key], 24)), ` ${value}`);
   const frame = $("frame").getBoundingClientRect(), x = event.clientX - frame.left, y = event.clientY - frame.top;
   box.style.left = `${Math.min(Math.max(x + 14, 0), Math.max(frame.width - box.offsetWidth, 0))}px`;
   box.style.top = `${y > frame.height / 2 ? y - box.offsetHeight - 12 : y + 18}px`;
 }
 
-function blockMean({ query, key }) {
+function meanAt(query, key) {
   const { rows, columns, codes, largest } = state.overview;
   const row = Math.floor(query / Math.ceil(numQueries / rows)), column = Math.floor(key / Math.ceil(numKeys / columns));
-  return `mean of the block ${text((codes[row * columns + column] / 255) ** 2 * largest)}`;
+  return (codes[row * columns + column] / 255) ** 2 * largest;
 }

@@ -11,7 +11,6 @@ const TOP = 8;
 const shown = (token) => (token === "" ? "∅" : token.replaceAll("\n", "⏎").replaceAll("\t", "⇥"));
 const short = (token, most) => (shown(token).length > most ? shown(token).slice(0, most - 1) + "…" : shown(token));
 const known = () => !Number.isNaN(weights[0]) || weights.some((w) => !Number.isNaN(w));
-const isHidden = (i, j) => page.causal && j > i + aligned;
 const nameOf = (layer, head) => `${layers[layer].name || `layer ${layer}`}, head ${layers[layer].heads[head]}`;
 const nameOfHead = () => nameOf(state.layer, state.head);
 
@@ -116,12 +115,18 @@ function look(query, key = null, spoken = false) {
 function pin(query, key = null) {
   state.pinned = state.pinned === query ? null : query;
   look(query, key, true);
+  reveal();
 }
 
 function move(query) {
   if (state.pinned !== null) state.pinned = Math.min(Math.max(query, 0), numQueries - 1);
   follow(Math.min(Math.max(query, 0), numQueries - 1));
   look(query, null, true);
+  reveal();
+}
+
+// The query's token into sight.
+function reveal() {
   const box = $("queries"), chip = chips.queries[state.query];
   if (chip.offsetTop < box.scrollTop) box.scrollTop = chip.offsetTop - 8;
   const under = chip.offsetTop + chip.offsetHeight - box.clientHeight;
@@ -184,23 +189,36 @@ function buildHeads() {
       if (h >= layer.heads.length) $("heads").append(element("span"));
       else {
         const label = nameOf(l, h);
-        const thumb = element("button", { type: "button", "aria-label": label, title: label, "data-layer": l, "data-head": h, "aria-pressed": false }, element("i"));
-        const share = (index, count) => (count > 1 ? (100 * index) / (count - 1) : 0);
-        thumb.firstChild.style.backgroundPosition = `${share(h, most)}% ${share(l, layers.length)}%`;
-        $("heads").append(thumb);
+        $("heads").append(element("button", { type: "button", "aria-label": label, title: label, "data-layer": l, "data-head": h, "aria-pressed": false }));
       }
     }
   });
 }
 
-// All pictures of heads are one image: hundreds of canvases would slow every frame.
+// All pictures of heads stand on one canvas behind the buttons: hundreds of them would slow every frame.
 async function paintHeads() {
   const all = await Promise.all(layers.map((_, l) => overviewsOf(l)));
-  const most = Math.max(...all.map((maps) => maps.length)), { rows, columns } = all[0][0];
-  const sheet = element("canvas", { width: most * columns, height: layers.length * rows }), pen = sheet.getContext("2d");
-  all.forEach((maps, l) => maps.forEach((map, h) => pen.putImageData(overviewImage(map, true), h * columns, l * rows)));
-  $("heads").style.setProperty("--sheet", `url(${sheet.toDataURL()})`);
-  $("heads").style.setProperty("--sheet-size", `${100 * most}% ${100 * layers.length}%`);
+  const sheet = $("sheet"), ratio = window.devicePixelRatio || 1, pen = sheet.getContext("2d"), one = document.createElement("canvas");
+  const thumbs = [...document.querySelectorAll("#heads button")].map((thumb) => {
+    const { offsetLeft: x, offsetTop: y, offsetWidth: width, offsetHeight: height } = thumb;
+    return { x, y, width, height, map: all[thumb.dataset.layer][thumb.dataset.head] };
+  });
+  const end = (side, size) => Math.max(...thumbs.map((box) => box[side] + box[size]));
+  const [width, height] = [end("x", "width"), end("y", "height")];
+  Object.assign(sheet, { width: Math.round(width * ratio), height: Math.round(height * ratio) });
+  Object.assign(sheet.style, { width: `${width}px`, height: `${height}px` });
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  pen.imageSmoothingEnabled = false;
+  const hidden = page.causal ? [style("--hidden"), hatch(pen)] : [];
+  for (const { x, y, width, height, map } of thumbs) {
+    for (const fill of hidden) {
+      pen.fillStyle = fill;
+      pen.fillRect(x, y, width, height);
+    }
+    Object.assign(one, { width: map.columns, height: map.rows });
+    one.getContext("2d").putImageData(overviewImage(map, true), 0, 0);
+    pen.drawImage(one, x, y, width, height);
+  }
 }
 
 function overviewImage(map, faint = false) {
