@@ -28,6 +28,7 @@ struct QueryGradTile {
     const RowEntry* rows;
     const uint8_t* not_finite;                     // RowTable::flags_of()
     int seqlen_q, seqlen_kv;
+    int next;                                      // tile of keys that follows
   };
   static constexpr int kSharedBytes = (2 * kRows + (kKeyStages + 1) * kKeys) * D * int(sizeof(T)) + (int(sizeof(Block)) + 15) / 16 * 16;
 };
@@ -135,11 +136,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   simt::cp_async_commit();
 
   while (tile >= 0) {
-    const int first_key = tile * kKeys, next = next_tile(tile + 1);
+    const int first_key = tile * kKeys;
     // Keys and values are there, and all warps have left the keys of the tile before.
     simt::cp_async_wait<0>();
     __syncthreads();
-    if (kStages == 2 && next >= 0) load_keys(keys + (stage ^ 1) * kKeys * D, next);
+    {
+      const int next = next_tile(tile + 1);
+      if (kStages == 2 && next >= 0) load_keys(keys + (stage ^ 1) * kKeys * D, next);
+      if (threadIdx.x == 0) block->next = next;
+    }
     simt::cp_async_commit();
 
     bool edge = !(block->full_begin[warp] <= first_key && first_key + kKeys <= block->full_end[warp]);
@@ -191,7 +196,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     if constexpr (Tile::kFeatures) {
       const QueryPlace at = place();
       const int warp_query = at.first_query + warp_row;
-      const PairFeatures features = work.heads[at.item].features;
+      const PairFeatures& features = work.heads[at.item].features;
       const Matrix<float> grad_bias = matrix_at<float>(params.grad_bias, work.heads[at.item].grad_bias);
 #pragma unroll
       for (int s = 0; s < kSets; s++)
@@ -235,7 +240,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 
     // All warps have left the values.
     __syncthreads();
-    if (next >= 0) load_values(next);
+    if (block->next >= 0) load_values(block->next);
     simt::cp_async_commit();
 
     if (wants_query) {
@@ -255,13 +260,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     }
     if (kStages == 1) {
       __syncthreads();
-      if (next >= 0) load_keys(keys, next);
+      if (block->next >= 0) load_keys(keys, block->next);
       simt::cp_async_commit();
     } else {
       stage ^= 1;
       key_columns.lane_address += stage ? kStageBytes : -kStageBytes, key_rows.lane_address += stage ? kStageBytes : -kStageBytes;
     }
-    tile = next;
+    tile = block->next;
   }
   simt::cp_async_wait<0>();
   __syncthreads();

@@ -282,6 +282,7 @@ int main() {
     for (int kind = 0; kind < 3; ++kind) ok &= wrong_numbers<bf16>({2, 1, 150, 200, 64, 64}, DType::kBFloat16, kind);
     ok &= costs_what_is_listed<bf16>({2, 1, 256, 256, 64, 64}, DType::kBFloat16);
 #endif
+    simt::print_conflicts(stdout);
   } catch (const simt::Fault& fault) {
     puts(fault.what());
     return 3;

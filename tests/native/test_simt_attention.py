@@ -11,6 +11,7 @@ from simt_build import PROJECT, SANITIZER, WRONG_RESULT, build, run
 pytestmark = pytest.mark.native
 KERNEL = PROJECT / "csrc/cuda/attention_fwd.cuh"
 DECODE = PROJECT / "csrc/cuda/attention_decode.cuh"
+LIST = PROJECT / "csrc/cuda/block_list.cuh"
 MISSING_BARRIER, MISSING_WAIT, NO_SWIZZLE, MASK_OFF_BY_ONE, ONE_ROW_TOO_MANY = range(1, 6)
 
 
@@ -140,6 +141,19 @@ def test_conflicts_of_decode():
     assert done.returncode == 0, done.stdout
     loop = main_loop(DECODE, "  for (int block = begin; block < end; block++) {")
     assert all(file != DECODE or line not in loop for file, line in conflict_places(program, done.stdout)), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("-DSIMT_FMA",)], ids=["tensor cores", "fma"])
+def test_conflicts_of_lists(flags: tuple[str, ...]):
+    """What a list shows is read without conflicts, and in the main loop of the forward on tensor cores nothing else has any."""
+    program = build("simt_lists.cpp", "trace", *flags)
+    done = run(program)
+    assert done.returncode == 0, done.stdout
+    places = conflict_places(program, done.stdout)
+    assert places, "rows of 20 columns are copied element by element"
+    assert all(file != LIST for file, line in places)
+    assert all(file != KERNEL or line not in main_loop(KERNEL, "  while (tile >= 0) {") for file, line in places), places
 
 
 @pytest.mark.slow

@@ -105,7 +105,8 @@ SIMT_NOTSAN inline void trace_access(const void* address, unsigned bytes, const 
   const auto* p = (const unsigned char*)address;
   bool shared = p >= current_block->shared && p < current_block->shared + current_block->shared_allocated;
   for (const Piece& piece : current_block->statics) shared |= p >= piece.data && p < piece.data + piece.bytes;
-  if (shared) current_lane->accesses.push_back({pc, (uintptr_t)address, bytes});
+  // A copy of more than 16 bytes is several accesses.
+  for (unsigned done = 0; shared && done < bytes; done += 16) current_lane->accesses.push_back({pc, (uintptr_t)address + done, std::min(16u, bytes - done)});
   tracing = false;
 }
 #else
