@@ -164,7 +164,7 @@ def test_residue_classes_keep_the_choice_for_their_backward():
         with Watch():
             out, _ = residues.attend(arguments(x.clone().requires_grad_(), allow_tf32), pattern)
             out.sum().backward()
-        assert {name for name, _ in seen} == {"tiled_attention::attention_fwd", "tiled_attention::attention_bwd"}
+        assert {"tiled_attention::attention_fwd", "tiled_attention::attention_bwd"} <= {name for name, _ in seen} and len(seen) >= 4
         assert all(choice == allow_tf32 for _, choice in seen)
 
 
