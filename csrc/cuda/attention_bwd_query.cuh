@@ -28,7 +28,7 @@ struct QueryGradTile {
     const RowEntry* rows;
     const uint8_t* not_finite;                     // RowTable::flags_of()
     int seqlen_q, seqlen_kv;
-    int next;                                      // tile of keys that follows
+    int next;                                      // tile of keys that follows, with features
   };
   static constexpr int kSharedBytes = (2 * kRows + (kKeyStages + 1) * kKeys) * D * int(sizeof(T)) + (int(sizeof(Block)) + 15) / 16 * 16;
 };
@@ -136,15 +136,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   simt::cp_async_commit();
 
   while (tile >= 0) {
-    const int first_key = tile * kKeys;
+    const int first_key = tile * kKeys, next = next_tile(tile + 1);
     // Keys and values are there, and all warps have left the keys of the tile before.
     simt::cp_async_wait<0>();
     __syncthreads();
-    {
-      const int next = next_tile(tile + 1);
-      if (kStages == 2 && next >= 0) load_keys(keys + (stage ^ 1) * kKeys * D, next);
-      if (threadIdx.x == 0) block->next = next;
-    }
+    if (Tile::kFeatures && threadIdx.x == 0) block->next = next;
+    const auto next_again = [&] { return Tile::kFeatures ? block->next : next; };  // behind the barrier that follows
+    if (kStages == 2 && next >= 0) load_keys(keys + (stage ^ 1) * kKeys * D, next);
     simt::cp_async_commit();
 
     bool edge = !(block->full_begin[warp] <= first_key && first_key + kKeys <= block->full_end[warp]);
@@ -240,7 +238,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 
     // All warps have left the values.
     __syncthreads();
-    if (block->next >= 0) load_values(block->next);
+    if (next_again() >= 0) load_values(next_again());
     simt::cp_async_commit();
 
     if (wants_query) {
@@ -260,13 +258,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     }
     if (kStages == 1) {
       __syncthreads();
-      if (block->next >= 0) load_keys(keys, block->next);
+      if (next_again() >= 0) load_keys(keys, next_again());
       simt::cp_async_commit();
     } else {
       stage ^= 1;
       key_columns.lane_address += stage ? kStageBytes : -kStageBytes, key_rows.lane_address += stage ? kStageBytes : -kStageBytes;
     }
-    tile = block->next;
+    tile = next_again();
   }
   simt::cp_async_wait<0>();
   __syncthreads();
