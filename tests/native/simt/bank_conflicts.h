@@ -14,13 +14,15 @@
 
 namespace simt {
 
+constexpr unsigned kMaxBytes = 256;  // of one access, the copy of a structure
+
 // Wavefronts beyond the unavoidable ones when the lanes of `mask` access `bytes` each at once. Lanes are served 32 at a time, 16 if they access
 // 8 bytes, 8 if 16; a wavefront delivers one word of each of 32 banks of 4 bytes to whoever wants it.
 SIMT_NOTSAN inline unsigned extra_wavefronts(const uintptr_t* address, uint32_t mask, unsigned bytes) {
   const int together = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;
   unsigned extra = 0;
   for (int first = 0; first < 32; first += together) {
-    uintptr_t words[32];  // distinct
+    uintptr_t words[8 * kMaxBytes / 4];  // distinct
     int num_words = 0;
     unsigned load[32] = {}, most = 0;
     for (int lane = first; lane < first + together; ++lane) {
@@ -105,8 +107,7 @@ SIMT_NOTSAN inline void trace_access(const void* address, unsigned bytes, const 
   const auto* p = (const unsigned char*)address;
   bool shared = p >= current_block->shared && p < current_block->shared + current_block->shared_allocated;
   for (const Piece& piece : current_block->statics) shared |= p >= piece.data && p < piece.data + piece.bytes;
-  // A copy of more than 16 bytes is several accesses.
-  for (unsigned done = 0; shared && done < bytes; done += 16) current_lane->accesses.push_back({pc, (uintptr_t)address + done, std::min(16u, bytes - done)});
+  if (shared) current_lane->accesses.push_back({pc, (uintptr_t)address, std::min(bytes, kMaxBytes)});
   tracing = false;
 }
 #else
