@@ -74,6 +74,16 @@ def test_wrong_option(name: str, arguments: list[str], message: str, capsys: pyt
 
 # name, arguments, what the message says
 WRONG = [
+    ("numpy_attention", ["--seqlen", "0"], "seqlen: expected an integer >= 1, got 0"),
+    ("reverse_task", ["--n", "0"], "n: expected an integer >= 1, got 0"),
+    ("reverse_task", ["--dim", "62"], "dim: expected a multiple of num_heads (4), got 62"),
+    ("char_lm", ["--lines", "3"], "lines: expected 10 to"),
+    ("char_lm", ["--lines", "20", "--seqlen", "4000"], "seqlen: expected 2 to"),
+    ("char_lm", ["--dim", "12"], "dim: expected a multiple of 2 * num_heads (8)"),
+    ("char_lm", ["--dropout", "1"], "dropout: expected a number in [0, 1), got 1.0"),
+    ("char_lm", ["--temperature", "nan"], "temperature: expected a number > 0, got nan"),
+    ("linear_vs_softmax", ["--lengths", "8", "0"], "lengths: expected integers >= 1, got 8, 0"),
+    ("linear_vs_softmax", ["--sizes", "-1"], "sizes: expected integers >= 1, got -1"),
     ("translate_additive", ["--steps", "0"], "argument --steps: expected 1 to 1000000, got 0"),
     ("translate_additive", ["--tested", "36525"], "argument --tested: expected 1 to 36524, got 36525"),
     ("translate_additive", ["--formats", "10"], "argument --formats: expected 1 to 9, got 10"),
