@@ -195,6 +195,14 @@ ALWAYS_INLINE void store_row(const Real* src, int cols, Real scale, T* dst, int6
   }
 }
 
+// Elements [begin, end) of a row with adjacent columns: in place, or copied to `temp`.
+template <class T>
+ALWAYS_INLINE const T* adjacent_elements(const T* row, int64_t col_stride, int begin, int end, T* temp) {
+  if (col_stride == 1) return row + begin;
+  for (int j = begin; j < end; j++) temp[j - begin] = row[j * col_stride];
+  return temp;
+}
+
 // row[i] = row[i] * scale + from[i] * from_scale, `from` with columns as strided as they are.
 template <class T, class Real>
 ALWAYS_INLINE void add_row(Real* row, int cols, Real scale, const T* from, int64_t col_stride, Real from_scale) {
@@ -202,12 +210,7 @@ ALWAYS_INLINE void add_row(Real* row, int cols, Real scale, const T* from, int64
   for (int d = 0; d < cols; d += V::kLanes) {
     const int count = min_of(V::kLanes, cols - d);
     T temp[V::kLanes];
-    const T* elements = from + d;
-    if (col_stride != 1) {
-      for (int k = 0; k < count; k++) temp[k] = from[(d + k) * col_stride];
-      elements = temp;
-    }
-    multiply_add(load_converted(elements, count), V(from_scale), V::load(row + d) * V(scale)).store(row + d);
+    multiply_add(load_converted(adjacent_elements(from, col_stride, d, d + count, temp), count), V(from_scale), V::load(row + d) * V(scale)).store(row + d);
   }
 }
 

@@ -129,14 +129,6 @@ ALWAYS_INLINE void bias_row(Real* scores, int valid, Real factor, const T* bias,
   }
 }
 
-// Elements [begin, end) of a row with adjacent columns: in place, or copied to `temp`.
-template <class T>
-ALWAYS_INLINE const T* adjacent_elements(const T* row, int64_t col_stride, int begin, int end, T* temp) {
-  if (col_stride == 1) return row + begin;
-  for (int j = begin; j < end; j++) temp[j - begin] = row[j * col_stride];
-  return temp;
-}
-
 constexpr int kMaxCols = 512;  // keys of a tile
 
 // What a block list shows a block of rows of one tile of keys: bit c of words[row][t] is key (first + t) * kListTile + c.
