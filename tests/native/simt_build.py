@@ -18,7 +18,7 @@ JOBS = {
     "plain": ("-O2",),
     "asan": (*SANITIZED, "-fsanitize=address,undefined"),
     "tsan": (*SANITIZED, "-fsanitize=thread"),
-    "trace": ("-O1", "-g", "-fsanitize=thread", "-fno-tree-sra", "-fno-tree-vectorize", "-DSIMT_TRACE_SHARED"),
+    "trace": ("-O1", "-g", "-fsanitize=thread", "-fno-tree-sra", "-fno-tree-sink", "-fno-tree-vectorize", "-DSIMT_TRACE_SHARED"),
 }
 # What a sanitizer ends the process with; a fault that the emulator reports ends a program with 3, a wrong result with 2.
 ENVIRONMENT = {"TSAN_OPTIONS": "exitcode=66:halt_on_error=1", "ASAN_OPTIONS": "exitcode=66", "UBSAN_OPTIONS": "print_stacktrace=1"}

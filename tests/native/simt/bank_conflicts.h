@@ -2,7 +2,8 @@
 // Bank conflicts: of every ldmatrix, and in builds with SIMT_TRACE_SHARED of every load and store of shared memory.
 //
 // Such a build compiles the kernels with -fsanitize=thread, which puts a call before each access, and links without it: the functions called are here.
-// Add -fno-tree-sra -fno-tree-vectorize, so that accesses are as wide as the source writes them.
+// Add -fno-tree-sra -fno-tree-vectorize, so that accesses are as wide as the source writes them, and -fno-tree-sink, so that every lane makes those that
+// stand before a branch.
 
 #include <dlfcn.h>
 
@@ -14,7 +15,7 @@
 
 namespace simt {
 
-constexpr unsigned kMaxBytes = 256;  // of one access, the copy of a structure
+constexpr unsigned kMaxBytes = 16;  // of one access; the copy of a structure is several
 
 // Wavefronts beyond the unavoidable ones when the lanes of `mask` access `bytes` each at once. Lanes are served 32 at a time, 16 if they access
 // 8 bytes, 8 if 16; a wavefront delivers one word of each of 32 banks of 4 bytes to whoever wants it.
@@ -107,7 +108,7 @@ SIMT_NOTSAN inline void trace_access(const void* address, unsigned bytes, const 
   const auto* p = (const unsigned char*)address;
   bool shared = p >= current_block->shared && p < current_block->shared + current_block->shared_allocated;
   for (const Piece& piece : current_block->statics) shared |= p >= piece.data && p < piece.data + piece.bytes;
-  if (shared) current_lane->accesses.push_back({pc, (uintptr_t)address, std::min(bytes, kMaxBytes)});
+  for (unsigned at = 0; shared && at < bytes; at += kMaxBytes) current_lane->accesses.push_back({pc, (uintptr_t)p + at, std::min(bytes - at, kMaxBytes)});
   tracing = false;
 }
 #else
