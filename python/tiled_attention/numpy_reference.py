@@ -261,7 +261,7 @@ def sinusoidal_embedding(positions: ArrayLike, dim: int, base: float = 10000.0) 
 
 def rotary_embedding(x: ArrayLike, positions: ArrayLike, base: float = 10000.0, interleaved: bool = False) -> NDArray[np.float64]:
     """Row t of x (..., seqlen, head_dim) by a matrix of 2 x 2 rotations by positions[t] * base ** (-2 i / head_dim) (Su et al., 2021,
-    equation 15). Pair i is (i, i + head_dim / 2), or (2 i, 2 i + 1) if interleaved."""
+    section 3.2.2). Pair i is (i, i + head_dim / 2), or (2 i, 2 i + 1) if interleaved."""
     x = np.asarray(x, dtype=np.float64)
     half = x.shape[-1] // 2
     out = np.empty_like(x)

@@ -18,7 +18,7 @@ def sinusoidal_embedding(positions: Tensor, dim: int, base: float = 10000.0) -> 
 def rotary_embedding(
     x: Tensor, positions: Tensor, base: float = 10000.0, interleaved: bool = False, frequencies: Tensor | None = None
 ) -> Tensor:
-    """Pairs of features as complex numbers, times exp(i * position * frequency) (Su et al., 2021, equation 13).
+    """Pairs of features as complex numbers, times exp(i * position * frequency) (Su et al., 2021, section 3.2.1).
 
     x (..., seqlen, head_dim); positions broadcastable to (..., seqlen); pairs are (i, i + head_dim / 2), or (2 i, 2 i + 1) interleaved.
     frequencies: (head_dim / 2,); None: base ** (-2 i / head_dim).
