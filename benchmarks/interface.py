@@ -1,4 +1,4 @@
-"""What the interface of flash_attn costs over the functions behind it: calls that compute next to nothing, on tensors that lie as each wants them."""
+"""What the interface of flash_attn costs over the functions behind it: calls that compute next to nothing, on tensors as each wants."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

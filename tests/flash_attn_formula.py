@@ -1,4 +1,4 @@
-"""What flash_attn's documentation says that its functions compute, one step after the other, in float64 and without any of our operators."""
+"""What flash_attn's documentation says that its functions compute, one step after the other, in float64 and without our operators."""
 
 import math
 

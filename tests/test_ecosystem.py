@@ -1,4 +1,4 @@
-"""Models and tools of others: transformers under the name flash_attention_2, generation, vision models, backends' contexts, the profiler."""
+"""Models and tools of others: transformers under "flash_attention_2", generation, vision models, contexts of backends, the profiler."""
 
 import copy
 import importlib
@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from test_transformers import DECODER, DECODERS, ENCODERS, LENGTH, PADDING, build, close, dense, padding_of, tokens  # noqa: F401
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import modeling_flash_attention_utils as flash_utils
 
 import tiled_attention as ta
+from test_transformers import DECODER, DECODERS, ENCODERS, LENGTH, PADDING, build, close, dense, padding_of, tokens  # noqa: F401
 from tiled_attention import flash_attn as fa
 from tiled_attention.flash_attn import torch_impl
 
@@ -92,7 +92,9 @@ def test_models_that_call_the_functions_themselves(flash: fa.Registration):
 @pytest.mark.parametrize("window", (None, 4))
 @pytest.mark.parametrize("causal", (True, False))
 @pytest.mark.parametrize("padding", ("none", "left", "right"))
-def test_what_is_written_for_flash_attention_gives_a_padding_mask_or_none(padding: str, causal: bool, window: int | None, flash: fa.Registration):
+def test_what_is_written_for_flash_attention_gives_a_padding_mask_or_none(
+    padding: str, causal: bool, window: int | None, flash: fa.Registration
+):
     """The contract of transformers' own function: (batch, seqlen) or None, causality, window and softcap beside it."""
     torch.manual_seed(0)
     forward = transformers.AttentionInterface()[FLASH]
@@ -123,6 +125,27 @@ def test_continuous_batching(flash: fa.Registration):
     prompts = [ids[0].tolist(), ids[1, :7].tolist()]
     results = model.generate_batch(prompts, options, continuous_batching_config=batching, progress_bar=False)
     assert [result.generated_tokens for result in sorted(results.values(), key=lambda result: -len(result.prompt_ids))] == wanted
+
+
+def test_decoding_over_the_pages_of_transformers(flash: fa.Registration):
+    """Continuous batching on CUDA: one token for each request, written to its page."""
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.projection, module.is_causal, module.config = nn.Linear(8, 8), True, copy.deepcopy(DECODERS["llama"][1])
+    module.config._attn_implementation = FLASH
+    query, key, value = (torch.randn(1, heads, 2, 8) for heads in (4, 2, 2))
+    pages, table, lengths = [torch.randn(5, 4, 2, 8) for _ in range(2)], torch.tensor([[3, 1], [0, 4]], dtype=torch.int32), (6, 3)
+    kept = [[cache[row.long()].flatten(0, 1)[: n - 1] for row, n in zip(table, lengths)] for cache in pages]
+    offsets = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([0, 6, 9], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": offsets[0], "cu_seq_lens_k": offsets[1], "max_length_q": 1, "max_length_k": 6}
+    forward = transformers.AttentionInterface()[FLASH]
+    with torch.no_grad():
+        out, _ = forward(module, query, key, value, None, block_table=table, k_cache=pages[0], v_cache=pages[1], **packed)
+    for item, n in enumerate(lengths):
+        new = [x[0, :, item] for x in (key, value)]
+        keys, values = (torch.cat([rows[item], row[None]]).transpose(0, 1)[None] for rows, row in zip(kept, new))
+        assert close(out[0, item], ta.reference.attention(query[:, :, item : item + 1], keys, values)[0, :, 0], 1e-5)
+        assert torch.equal(pages[0][table[item, (n - 1) // 4].long(), (n - 1) % 4], new[0])
 
 
 def test_models_are_made_and_loaded_under_the_name(tmp_path: Any, flash: fa.Registration):
@@ -224,7 +247,9 @@ def test_torchs_flash_attention_operators(is_causal: bool, dropout_p: float, dty
         grads = torch.autograd.grad(out.float().sin().sum(), (query, key, value))
         torch.manual_seed(1)
         flat = [x.transpose(1, 2) for x in (query, key, value)]
-        other, other_lse, state, unused, _ = torch.ops.aten._flash_attention_forward(*flat, None, None, 9, 14, dropout_p, is_causal, False, **options)
+        other, other_lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            *flat, None, None, 9, 14, dropout_p, is_causal, False, **options
+        )
         other_grads = torch.autograd.grad(other.transpose(1, 2).float().sin().sum(), (query, key, value))
     finally:
         handle.remove()
@@ -260,7 +285,11 @@ def test_torchs_varlen_attention():
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    (("mistral", "sdpa"), *((name, implementation) for name in ("mistral", "gemma2") for implementation in ("tiled_attention", FLASH)), ("gpt_oss", "tiled_attention")),
+    (
+        ("mistral", "sdpa"),
+        *((name, implementation) for name in ("mistral", "gemma2") for implementation in ("tiled_attention", FLASH)),
+        ("gpt_oss", "tiled_attention"),
+    ),
 )
 def test_beam_search(name: str, implementation: str, flash: fa.Registration):
     """The cache is reordered between steps; generation goes far beyond the window."""
@@ -283,7 +312,13 @@ def vision_model() -> tuple[nn.Module, Tensor]:
         vit = importlib.import_module("torchvision.models.vision_transformer")
         return vit.VisionTransformer(16, 4, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=48, num_classes=5), image
     config = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4, attn_implementation="sdpa"
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        image_size=16,
+        patch_size=4,
+        attn_implementation="sdpa",
     )
     return transformers.ViTForImageClassification(config), image
 

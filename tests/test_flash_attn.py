@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from flash_attn_formula import formula, visible_keys
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tiled_attention as ta
+from flash_attn_formula import formula, visible_keys
 from tiled_attention import flash_attn as fa
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -58,7 +58,8 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> bool:
 
 def test_signatures():
     """Names, order and defaults of flash_attn 2.8."""
-    tail = "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 alibi_slopes=None deterministic=False return_attn_probs=False"
+    tail = "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 alibi_slopes=None deterministic=False"
+    tail += " return_attn_probs=False"
     offsets = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
     documented = {
         "flash_attn_func": f"q k v {tail}",
@@ -241,16 +242,36 @@ def test_a_recording_sees_the_weights():
 Q, K = torch.zeros(2, 5, 4, 8), torch.zeros(2, 7, 2, 8)
 QKV, KV = torch.zeros(2, 5, 3, 4, 8), torch.zeros(2, 7, 2, 2, 8)
 ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
-    "rank": (lambda: fa.flash_attn_func(Q[0], K, K), RuntimeError, r"q must have shape \(batch_size, seqlen_q, nheads, headdim\), got \(5, 4, 8\)"),
+    "rank": (
+        lambda: fa.flash_attn_func(Q[0], K, K),
+        RuntimeError,
+        r"q must have shape \(batch_size, seqlen_q, nheads, headdim\), got \(5, 4, 8\)",
+    ),
     "no tensor": (lambda: fa.flash_attn_func([1.0], K, K), TypeError, "q must be a tensor, got list"),
     "no tensor v": (lambda: fa.flash_attn_func(Q, K, None), TypeError, "v must be a tensor, got NoneType"),
-    "dtype": (lambda: fa.flash_attn_func(Q, K.double(), K), RuntimeError, r"k must have the dtype of q \(torch.float32\), got torch.float64"),
+    "dtype": (
+        lambda: fa.flash_attn_func(Q, K.double(), K),
+        RuntimeError,
+        r"k must have the dtype of q \(torch.float32\), got torch.float64",
+    ),
     "integers": (lambda: fa.flash_attn_func(Q.int(), K.int(), K.int()), RuntimeError, "q must be float16, bfloat16, float32 or float64"),
-    "batch": (lambda: fa.flash_attn_func(Q, K[:1], K[:1]), RuntimeError, r"k must have shape .* with batch_size 2, as in q, got \(1, 7, 2, 8\)"),
+    "batch": (
+        lambda: fa.flash_attn_func(Q, K[:1], K[:1]),
+        RuntimeError,
+        r"k must have shape .* with batch_size 2, as in q, got \(1, 7, 2, 8\)",
+    ),
     "head_dim": (lambda: fa.flash_attn_func(Q, K[..., :4], K), RuntimeError, r"k must have shape .* with headdim 8, as in q"),
     "seqlen_k": (lambda: fa.flash_attn_func(Q, K, K[:, :6]), RuntimeError, r"v must have shape .* with seqlen_k 7, as in k"),
-    "heads of v": (lambda: fa.flash_attn_func(Q, K, Q[:, :1].expand(2, 7, 4, 8)), RuntimeError, "v must have shape .* with nheads_k 2, as in k"),
-    "heads": (lambda: fa.flash_attn_func(Q[:, :, :3], K, K), RuntimeError, "k must have a number of heads that divides that of q, got 2 and 3"),
+    "heads of v": (
+        lambda: fa.flash_attn_func(Q, K, Q[:, :1].expand(2, 7, 4, 8)),
+        RuntimeError,
+        "v must have shape .* with nheads_k 2, as in k",
+    ),
+    "heads": (
+        lambda: fa.flash_attn_func(Q[:, :, :3], K, K),
+        RuntimeError,
+        "k must have a number of heads that divides that of q, got 2 and 3",
+    ),
     "heads with grad": (
         lambda: fa.flash_attn_func(Q[:, :, :3].clone().requires_grad_(), K, K),
         RuntimeError,
@@ -262,12 +283,28 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "dropout": (lambda: fa.flash_attn_func(Q, K, K, dropout_p=1.5), ValueError, r"dropout_p must be a number in \[0, 1\], got 1.5"),
     "scale": (lambda: fa.flash_attn_func(Q, K, K, softmax_scale=float("nan")), ValueError, "softmax_scale must be finite, got nan"),
     "slopes": (lambda: fa.flash_attn_func(Q, K, K, alibi_slopes=torch.ones(3)), ValueError, r"alibi_slopes must have shape \(4,\)"),
-    "slopes 2d": (lambda: fa.flash_attn_func(Q, K, K, alibi_slopes=torch.ones(1, 4)), ValueError, r"alibi_slopes must have shape \(4,\) or \(2, 4\)"),
+    "slopes 2d": (
+        lambda: fa.flash_attn_func(Q, K, K, alibi_slopes=torch.ones(1, 4)),
+        ValueError,
+        r"alibi_slopes must have shape \(4,\) or \(2, 4\)",
+    ),
     "slopes int": (lambda: fa.flash_attn_func(Q, K, K, alibi_slopes=torch.ones(4).int()), TypeError, "alibi_slopes must be a float tensor"),
-    "qkv": (lambda: fa.flash_attn_qkvpacked_func(QKV[:, :, :2]), RuntimeError, r"qkv must have shape \(batch_size, seqlen, 3, nheads, headdim\), got"),
+    "qkv": (
+        lambda: fa.flash_attn_qkvpacked_func(QKV[:, :, :2]),
+        RuntimeError,
+        r"qkv must have shape \(batch_size, seqlen, 3, nheads, headdim\), got",
+    ),
     "qkv dtype": (lambda: fa.flash_attn_qkvpacked_func(QKV.long()), RuntimeError, "qkv must be float16"),
-    "kv": (lambda: fa.flash_attn_kvpacked_func(Q, KV[:, :, :1]), RuntimeError, r"kv must have shape \(batch_size, seqlen_k, 2, nheads_k, headdim\), got"),
-    "kv heads": (lambda: fa.flash_attn_kvpacked_func(Q[:, :, :3], KV), RuntimeError, "kv must have a number of heads that divides that of q"),
+    "kv": (
+        lambda: fa.flash_attn_kvpacked_func(Q, KV[:, :, :1]),
+        RuntimeError,
+        r"kv must have shape \(batch_size, seqlen_k, 2, nheads_k, headdim\), got",
+    ),
+    "kv heads": (
+        lambda: fa.flash_attn_kvpacked_func(Q[:, :, :3], KV),
+        RuntimeError,
+        "kv must have a number of heads that divides that of q",
+    ),
 }
 
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from flash_attn_formula import formula, turn
 from torch import Tensor
 
 import tiled_attention as ta
+from flash_attn_formula import formula, turn
 from tiled_attention import flash_attn as fa
 
 F64, I32 = torch.float64, torch.int32
@@ -72,7 +72,10 @@ def test_sequences_one_after_the_other(name: str):
     assert torch.equal(fa.flash_attn_varlen_kvpacked_func(q, kv, *offsets, 7, 9, **options), out)
     qkv = rows(12, 3, 4, 8, grad=True)
     both = (offsets[0], offsets[0], 7, 7)
-    results = fa.flash_attn_varlen_qkvpacked_func(qkv, offsets[0], 7, **options), fa.flash_attn_varlen_func(*qkv.unbind(1), *both, **options)
+    results = (
+        fa.flash_attn_varlen_qkvpacked_func(qkv, offsets[0], 7, **options),
+        fa.flash_attn_varlen_func(*qkv.unbind(1), *both, **options),
+    )
     assert torch.equal(*results) and torch.equal(*(torch.autograd.grad(x.sin().sum(), qkv)[0] for x in results))
 
 
@@ -102,7 +105,16 @@ def test_packed_queries_over_pages(lengths_q: list[int], name: str):
     q, pages_k, pages_v, options = rows(sum(lengths_q), 4, 8), rows(9, 4, 2, 8), rows(9, 4, 2, 8), chosen(name)
     table = torch.randperm(9)[:8].reshape(4, 2).repeat(1, 2)[:, :3].to(I32)
     out, lse, _ = fa.flash_attn_varlen_func(
-        q, pages_k, pages_v, offsets_of(lengths_q), offsets_of(LENGTHS_K), max(lengths_q), 9, block_table=table, return_attn_probs=True, **options
+        q,
+        pages_k,
+        pages_v,
+        offsets_of(lengths_q),
+        offsets_of(LENGTHS_K),
+        max(lengths_q),
+        9,
+        block_table=table,
+        return_attn_probs=True,
+        **options,
     )
     start = 0
     for item, (n_q, n_k) in enumerate(zip(lengths_q, LENGTHS_K)):
@@ -224,16 +236,32 @@ Q, CACHE, NEW = torch.zeros(2, 3, 4, 8), torch.zeros(2, 9, 2, 8), torch.zeros(2,
 COS = torch.zeros(9, 4)
 PACKED, OFFSETS = torch.zeros(6, 4, 8), torch.tensor([0, 2, 6], dtype=I32)
 ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
-    "cache rank": (lambda: fa.flash_attn_with_kvcache(Q, CACHE[0], CACHE), RuntimeError, r"k_cache must have shape \(batch_size, seqlen_cache, nheads_k"),
-    "cache batch": (lambda: fa.flash_attn_with_kvcache(Q, CACHE[:1], CACHE[:1]), RuntimeError, "k_cache must have shape .* with batch_size 2, as in q"),
+    "cache rank": (
+        lambda: fa.flash_attn_with_kvcache(Q, CACHE[0], CACHE),
+        RuntimeError,
+        r"k_cache must have shape \(batch_size, seqlen_cache, nheads_k",
+    ),
+    "cache batch": (
+        lambda: fa.flash_attn_with_kvcache(Q, CACHE[:1], CACHE[:1]),
+        RuntimeError,
+        "k_cache must have shape .* with batch_size 2, as in q",
+    ),
     "cache dtype": (lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE.half()), RuntimeError, "v_cache must have the dtype of q"),
     "pages": (
         lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, cache_seqlens=3, block_table=torch.zeros(3, 1, dtype=I32)),
         (ValueError, RuntimeError),
         "block_table must have shape",
     ),
-    "lengths": (lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, cache_seqlens=torch.tensor([1])), (ValueError, RuntimeError), "cache_seqlens"),
-    "lengths float": (lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, cache_seqlens=1.5), TypeError, "cache_seqlens must be an integer"),
+    "lengths": (
+        lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, cache_seqlens=torch.tensor([1])),
+        (ValueError, RuntimeError),
+        "cache_seqlens",
+    ),
+    "lengths float": (
+        lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, cache_seqlens=1.5),
+        TypeError,
+        "cache_seqlens must be an integer",
+    ),
     "no lengths": (lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, NEW, NEW), RuntimeError, "cache_seqlens must be given with k"),
     "no v": (lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, NEW, cache_seqlens=1), TypeError, "v must be a tensor, got NoneType"),
     "new heads": (
@@ -242,13 +270,21 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         "k must have shape .* with nheads_k 2, as in k_cache",
     ),
     "no room": (lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, NEW, NEW, cache_seqlens=8), (ValueError, RuntimeError), r"k.* 9"),
-    "rotary alone": (lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, rotary_cos=COS, rotary_sin=COS, cache_seqlens=1), RuntimeError, "k and v must be given"),
+    "rotary alone": (
+        lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, rotary_cos=COS, rotary_sin=COS, cache_seqlens=1),
+        RuntimeError,
+        "k and v must be given",
+    ),
     "rotary short": (
         lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, NEW, NEW, COS[:8], COS[:8], cache_seqlens=1),
         ValueError,
         "rotary_cos must have shape .* at least 9",
     ),
-    "no sin": (lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, NEW, NEW, COS, cache_seqlens=1), TypeError, "rotary_sin must be a float tensor"),
+    "no sin": (
+        lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, NEW, NEW, COS, cache_seqlens=1),
+        TypeError,
+        "rotary_sin must be a float tensor",
+    ),
     "items": (
         lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, cache_seqlens=1, cache_batch_idx=torch.tensor([0, 2])),
         ValueError,
@@ -272,7 +308,11 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         "q must not require a gradient",
     ),
     "window": (lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, window_size=None), TypeError, "window_size must be two integers"),
-    "offsets": (lambda: fa.flash_attn_varlen_func(PACKED, PACKED, PACKED, OFFSETS, OFFSETS.float(), 4, 4), TypeError, "cu_seqlens_k must be an int32"),
+    "offsets": (
+        lambda: fa.flash_attn_varlen_func(PACKED, PACKED, PACKED, OFFSETS, OFFSETS.float(), 4, 4),
+        TypeError,
+        "cu_seqlens_k must be an int32",
+    ),
     "offsets end": (
         lambda: fa.flash_attn_varlen_func(PACKED, PACKED, PACKED, OFFSETS, OFFSETS - OFFSETS // 6, 4, 4),
         (ValueError, RuntimeError),
@@ -283,10 +323,26 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "cu_seqlens_k must start at 0",
     ),
-    "longest": (lambda: fa.flash_attn_varlen_func(PACKED, PACKED, PACKED, OFFSETS, OFFSETS, 4, "4"), TypeError, "max_seqlen_k must be an integer"),
-    "packed rank": (lambda: fa.flash_attn_varlen_func(PACKED[None], PACKED, PACKED, OFFSETS, OFFSETS, 4, 4), RuntimeError, "q must have shape .*total_q"),
-    "packed total": (lambda: fa.flash_attn_varlen_func(PACKED, PACKED, PACKED[:5], OFFSETS, OFFSETS, 4, 4), RuntimeError, "v must have shape .* total_k 6"),
-    "packed qkv": (lambda: fa.flash_attn_varlen_qkvpacked_func(PACKED[:, None], OFFSETS, 4), RuntimeError, r"qkv must have shape \(total, 3, nheads"),
+    "longest": (
+        lambda: fa.flash_attn_varlen_func(PACKED, PACKED, PACKED, OFFSETS, OFFSETS, 4, "4"),
+        TypeError,
+        "max_seqlen_k must be an integer",
+    ),
+    "packed rank": (
+        lambda: fa.flash_attn_varlen_func(PACKED[None], PACKED, PACKED, OFFSETS, OFFSETS, 4, 4),
+        RuntimeError,
+        "q must have shape .*total_q",
+    ),
+    "packed total": (
+        lambda: fa.flash_attn_varlen_func(PACKED, PACKED, PACKED[:5], OFFSETS, OFFSETS, 4, 4),
+        RuntimeError,
+        "v must have shape .* total_k 6",
+    ),
+    "packed qkv": (
+        lambda: fa.flash_attn_varlen_qkvpacked_func(PACKED[:, None], OFFSETS, 4),
+        RuntimeError,
+        r"qkv must have shape \(total, 3, nheads",
+    ),
     "packed kv": (
         lambda: fa.flash_attn_varlen_kvpacked_func(PACKED, PACKED[:, None], OFFSETS, OFFSETS, 4, 4),
         RuntimeError,

@@ -51,9 +51,10 @@ def flash_attn_func(
         return_attn_probs: also return softmax_lse and S_dmask. Default False.
 
     Returns:
-        out (batch_size, seqlen_q, nheads, headdim_v), dtype of q. With `return_attn_probs` (out, softmax_lse, S_dmask): softmax_lse (batch_size,
-        nheads, seqlen_q), float32 or float64, natural logarithm, -inf where a row sees no key; S_dmask (batch_size, nheads, seqlen_q,
-        seqlen_k), dtype of q, the probabilities before dropout, with the sign bit set where dropout zeroes; without dropout it is empty, (0,).
+        out (batch_size, seqlen_q, nheads, headdim_v), dtype of q. With `return_attn_probs` (out, softmax_lse, S_dmask): softmax_lse
+        (batch_size, nheads, seqlen_q), float32 or float64, natural logarithm, -inf where a row sees no key; S_dmask (batch_size, nheads,
+        seqlen_q, seqlen_k), dtype of q, the probabilities before dropout, with the sign bit set where dropout zeroes; without dropout it is
+        empty, (0,).
 
     Differentiable in q, k, v and alibi_slopes, through out and softmax_lse; S_dmask is a constant.
 

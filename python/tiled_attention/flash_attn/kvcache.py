@@ -12,7 +12,7 @@ from ..arguments import real_dtype
 from ..attention_decode import attention_decode
 from ..masks import Mask
 from ..rotate import rotate
-from .options import ERRORS, explain, option_values, pattern_of, refuse
+from .options import ERRORS, explain, is_integer, option_values, pattern_of, refuse
 
 
 def flash_attn_with_kvcache(
@@ -38,7 +38,7 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention_decode` behind the signature of flash_attn 2.8: new keys and values are written to the cache, in place, and attended to.
 
-    Item b has n = cache_seqlens[b] keys in the cache, and seqlen_new more with k. Query row i stands at position n + seqlen_new - seqlen_q + i.
+    Item b has n = cache_seqlens[b] keys in the cache, and seqlen_new more with k. Query row i stands at n + seqlen_new - seqlen_q + i.
 
     Args:
         q: (batch_size, seqlen_q, nheads, headdim), float16, bfloat16, float32 or float64, on CPU or CUDA. Any strides.
@@ -52,8 +52,10 @@ def flash_attn_with_kvcache(
         rotary_sin: as rotary_cos.
         cache_seqlens: n: an integer, or int32 or int64 (batch_size,). None: the whole cache, and no k.
         cache_batch_idx: (batch_size,), integers: item b uses item cache_batch_idx[b] of the cache. None: item b. Not with `block_table`.
-        cache_leftpad: (batch_size,), integers: where the keys of item b begin in the cache; those before are not seen. Not with `block_table`.
-        block_table: (batch_size, max_blocks), int32: key j of item b is row j % page_block_size of page block_table[b, j // page_block_size].
+        cache_leftpad: (batch_size,), integers: where the keys of item b begin in the cache; those before are not seen. Not
+            with `block_table`.
+        block_table: (batch_size, max_blocks), int32: key j of item b is row j % page_block_size of page
+            block_table[b, j // page_block_size].
         softmax_scale, causal, window_size, softcap: as in `flash_attn_func`.
         rotary_interleaved: pairs are columns 2 r and 2 r + 1; if not, r and r + rotary_dim / 2. Default True.
         alibi_slopes: (nheads,); or (batch_size, nheads), which goes item by item.
@@ -158,9 +160,10 @@ def _decode(
     results = []
     for item, slopes in enumerate(alibi_slopes):
         one = slice(item, item + 1)
-        new = {"new_key": None if new_key is None else new_key[one], "new_value": None if new_value is None else new_value[one]}
-        place = {"cache_seqlens": lengths[one], "page_table": pages[one]}
-        results.append(attention_decode(query[one], key_cache, value_cache, **place, **new, alibi_slopes=slopes, **scores))
+        place: dict[str, Any] = {"cache_seqlens": lengths[one], "page_table": pages[one]}
+        if new_key is not None and new_value is not None:
+            place.update(new_key=new_key[one], new_value=new_value[one])
+        results.append(attention_decode(query[one], key_cache, value_cache, **place, alibi_slopes=slopes, **scores))
     if not results:
         return query.new_empty((*query.shape[:3], value_cache.shape[-1])), query.new_empty(query.shape[:3], dtype=real_dtype(query.dtype))
     return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
@@ -174,7 +177,7 @@ def _lengths(cache_seqlens: Any, q: Tensor, k_cache: Tensor, block_table: Tensor
         if k is not None:
             refuse("cache_seqlens must be given with k: they are written behind it, got None")
         cache_seqlens = k_cache.shape[1] if block_table is None else k_cache.shape[1] * block_table.shape[-1]
-    if not isinstance(cache_seqlens, (int, torch.SymInt)) or isinstance(cache_seqlens, bool):
+    if not is_integer(cache_seqlens):
         raise TypeError(f"cache_seqlens must be an integer or an integer tensor (batch_size,), got {cache_seqlens!r}")
     return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
 
@@ -187,7 +190,9 @@ def _index(name: str, given: Any, q: Tensor, k_cache: Tensor) -> Tensor:
             refuse(f"k_cache must have the batch_size of q ({batch}) without cache_batch_idx, got {k_cache.shape[0]}")
         return torch.arange(batch, device=q.device)
     if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be an int32 or int64 tensor, got {given.dtype if isinstance(given, Tensor) else type(given).__name__}")
+        raise TypeError(
+            f"{name} must be an int32 or int64 tensor, got {given.dtype if isinstance(given, Tensor) else type(given).__name__}"
+        )
     if tuple(given.shape) != (batch,):
         raise ValueError(f"{name} must have shape {(batch,)}, got {tuple(given.shape)}")
     most = k_cache.shape[0] - 1 if name == "cache_batch_idx" else k_cache.shape[1]
@@ -206,7 +211,7 @@ def _rows_as_pages(k_cache: Tensor, v_cache: Tensor, index: Tensor, first: Tenso
         of_item, of_row = cache.stride()[:2]
         if capacity > 1 and batch_cache > 1:
             if of_row == 0 or of_item % of_row:
-                refuse(f"{name} must have a stride between items that is a multiple of that between rows with cache_leftpad, got {cache.stride()}")
+                refuse(f"{name} must have a stride of items that is a multiple of that of rows with cache_leftpad, got {cache.stride()}")
             steps.add(of_item // of_row)
     if len(steps) > 1:
         refuse(f"v_cache must lie in memory as k_cache with cache_leftpad, got strides {v_cache.stride()} and {k_cache.stride()}")

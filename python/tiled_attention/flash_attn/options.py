@@ -133,10 +133,10 @@ def option_values(dropout_p: Any, softmax_scale: Any, window_size: Any, softcap:
 
 def _explain_options(error: BaseException, options: dict[str, Any]) -> None:
     window = options["window_size"]
-    if not isinstance(window, Sequence) or len(window) != 2 or not all(_is_integer(side) for side in window):
+    if not isinstance(window, Sequence) or len(window) != 2 or not all(is_integer(side) for side in window):
         raise TypeError(f"window_size must be two integers (left, right), -1 for no limit, got {window!r}") from error
     for name in ("softcap", "dropout_p", "softmax_scale"):
-        number = options.get(name)
+        number: Any = options.get(name)
         if number is None and name != "softcap":
             continue
         if isinstance(number, (bool, str, Tensor)) or not hasattr(number, "__float__"):
@@ -149,7 +149,7 @@ def _explain_options(error: BaseException, options: dict[str, Any]) -> None:
         raise TypeError(f"alibi_slopes must be a float tensor (nheads,) or (batch_size, nheads), got {given}") from error
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 

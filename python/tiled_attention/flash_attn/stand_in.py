@@ -37,7 +37,7 @@ class Installation:
         _shared.enter()
 
     def remove(self) -> None:
-        """Undo. Where `install` was called several times, the last one to be removed undoes it. Functions that were imported go on working."""
+        """Undo. Where `install` was called several times, the last one to be removed undoes it. What was imported goes on working."""
         if self._active:
             self._active = False
             _shared.leave()
@@ -52,10 +52,10 @@ class Installation:
 def install() -> Installation:
     """Make `import flash_attn` give these functions, for code that imports them by that name. Nothing does this unasked.
 
-    `flash_attn` and `flash_attn.flash_attn_interface` have the seven functions and `__version__`, "2.8.3+tiled.attention";
-    `flash_attn.bert_padding` has `index_first_axis`, `pad_input` and `unpad_input`. Nothing else of flash_attn is there: its layers, losses and
-    models raise ModuleNotFoundError. Packages that ask for an installed distribution, as transformers does, do not see it: `register` is for
-    these.
+    `flash_attn` has the seven functions and `__version__`, "2.8.3+tiled.attention"; `flash_attn.flash_attn_interface` has the functions;
+    `flash_attn.bert_padding` has `index_first_axis`, `pad_input` and `unpad_input`. Nothing else of flash_attn is there: its layers, losses
+    and models raise ModuleNotFoundError. Packages that ask for an installed distribution, as transformers does, do not see it: `register`
+    is for these.
 
     Returns:
         A handle with `remove()`, which is also a context manager.

@@ -1,8 +1,8 @@
 """transformers' attn_implementation="flash_attention_2", served here, without flash_attn installed.
 
 transformers looks attention functions and mask functions up by name, and models that are written for flash attention call them with what
-flash_attn needs: a padding mask (batch, seqlen_kv) or none, a sliding window, offsets of packed sequences. Both are replaced. What asks whether
-the package is there, before a model of that name is made, is told that it is.
+flash_attn needs: a padding mask (batch, seqlen_kv) or none, a sliding window, offsets of packed sequences. Both are replaced. What asks
+whether the package is there, before a model of that name is made, is told that it is.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def register() -> Registration:
     """Serve `attn_implementation="flash_attention_2"` of Hugging Face transformers here, on CPU and CUDA, without flash_attn.
 
     Models that exist, and those made afterwards, call the attention and the masks of this package: float32, float64, bfloat16 and float16,
-    padding on either side, sliding windows, softcap, sinks, dropout, packed sequences (`position_ids` that restart, or offsets), dynamic and
-    static caches, and models that call transformers' `_flash_attention_forward` themselves. Padding and windows become mask values: nothing is
-    unpadded. The name stays refused for models that do not support it, or that list other flash implementations (gpt-oss does).
+    padding on either side, sliding windows, softcap, dropout, packed sequences (`position_ids` that restart, or offsets), dynamic and
+    static caches, and models that call transformers' `_flash_attention_forward` themselves. Padding and windows become mask values: nothing
+    is unpadded. The name stays refused for models that do not support it, or that list other flash implementations (gpt-oss does).
 
     Returns:
         A handle with `remove()`, which is also a context manager. A model made under it, if it outlives it, needs flash_attn or another
@@ -94,9 +94,9 @@ def attention_forward(
     Args:
         query: (batch, num_heads, seqlen_q, head_dim).
         key, value: (batch, num_heads_kv, seqlen_kv, head_dim or head_dim_v).
-        attention_mask: from the mask function of this package; or (batch, seqlen), nonzero where a key is no padding, at most as long as key;
-            or None. In the last two cases is_causal, or else the module's attribute, and sliding_window say the rest, aligned to the
-            bottom right.
+        attention_mask: from the mask function of this package; or (batch, seqlen), nonzero where a key is no padding; or None. In the last
+            two cases is_causal, or else the module's attribute, and sliding_window say the rest, aligned to the bottom right. A key behind
+            a mask that is shorter is not seen.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: of packed sequences, all or none.
 
     Returns:
@@ -108,41 +108,44 @@ def attention_forward(
         kwargs.update(cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k, max_length_q=max_length_q, max_length_k=max_length_k)
         kwargs.update(dropout=dropout, scaling=scaling, sliding_window=sliding_window, softcap=softcap, is_causal=is_causal, s_aux=s_aux)
         return _over_pages(module, query, key, value, attention_mask, **kwargs)
-    packed = None not in (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    packed = not any(given is None for given in (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k))
     is_pattern = isinstance(attention_mask, (integration.PatternMask, integration.TracedPattern))
-    if not packed and attention_mask is not None and (is_pattern or attention_mask.dim() != 2):
+    is_padding = attention_mask is not None and not is_pattern and attention_mask.dim() == 2
+    packed = packed and not is_padding
+    if not packed and attention_mask is not None and not is_padding:
         return integration.attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, softcap, s_aux=s_aux, **kwargs
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
-    mask: Mask | None = pattern_of(causal, window).mask
+    pattern = pattern_of(causal, window).mask
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
     if not packed and attention_mask is None:
         cu_seq_lens_q = cu_seq_lens_k = _restarts(position_ids, query, key)
         packed = cu_seq_lens_q is not None
         max_length_q = max_length_k = query.shape[2]
     if packed:
-        rows = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-        limits = (int(max_length_q), int(max_length_k))
-        out = attention_varlen(*rows, cu_seq_lens_q, cu_seq_lens_k, *limits, mask=mask, **options)  # type: ignore[misc,arg-type]
+        rows, places = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)], (cu_seq_lens_q, cu_seq_lens_k)
+        call: Any = attention_varlen
+        out = call(*rows, *places, int(max_length_q), int(max_length_k), mask=pattern, **options)
         return out.unflatten(0, (query.shape[0], query.shape[2])), None
+    mask: Mask | Tensor | None = pattern
     if attention_mask is not None:
         seen = attention_mask.shape[1]
         if key.shape[2] > seen:  # a static cache, whose slots behind the mask are empty
             key, value = key[:, :, :seen], value[:, :, :seen]
         padding = attention_mask.to(torch.bool)[:, None, None, -key.shape[2] :]
-        mask = padding if mask is None else And(mask, padding)  # type: ignore[assignment]
+        mask = padding if pattern is None else And(pattern, padding)
     out = attention(query, key, value, mask=mask, **options)
     return out.transpose(1, 2).contiguous(), None
 
 
-def attention_mask(batch_size: int, q_length: int, kv_length: int, *args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> Any:
+def attention_mask(*, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **kwargs: Any) -> Any:
     """The mask function: that of this package, which may leave a causal mask out only where both alignments are the same."""
     from ..integrations import transformers as integration
 
     may_skip = allow_is_causal_skip and q_length in (1, kv_length)
-    return integration.attention_mask(batch_size, q_length, kv_length, *args, allow_is_causal_skip=may_skip, **kwargs)
+    return integration.attention_mask(q_length=q_length, kv_length=kv_length, allow_is_causal_skip=may_skip, **kwargs)
 
 
 def _restarts(position_ids: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
@@ -181,17 +184,19 @@ def _install(undo: ExitStack) -> None:
         (PreTrainedModel, "_flash_attn_can_dispatch"),
     ):
         if not hasattr(place, name):
-            raise RuntimeError(f"register: transformers {transformers.__version__} has no {place.__name__}.{name}, which it is known to check")
+            raise RuntimeError(
+                f"register: transformers {transformers.__version__} has no {place.__name__}.{name}, which it is known to check"
+            )
 
     for interface, function in ((AttentionInterface, attention_forward), (AttentionMaskInterface, attention_mask)):
         undo.callback(interface.register, NAME, interface._global_mapping[NAME])
-        interface.register(NAME, function)  # type: ignore[arg-type]
+        interface.register(NAME, function)
 
     can_dispatch, lazy_imports = PreTrainedModel._flash_attn_can_dispatch, flash._lazy_imports
     checks = flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
 
     def served(model: Any, flash_attn_version: int, is_init_check: bool = False) -> bool:
-        return flash_attn_version == 2 and model._supports_flash_attn or can_dispatch(model, flash_attn_version, is_init_check)
+        return (flash_attn_version == 2 and model._supports_flash_attn) or can_dispatch(model, flash_attn_version, is_init_check)
 
     def functions(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
         if implementation == NAME:
@@ -206,7 +211,7 @@ def _install(undo: ExitStack) -> None:
     undo.callback(setattr, flash, "_lazy_imports", lazy_imports)
     undo.callback(checks.update, general_availability_check=checks["general_availability_check"])
     undo.callback(forget)
-    PreTrainedModel._flash_attn_can_dispatch = served  # type: ignore[method-assign]
+    PreTrainedModel._flash_attn_can_dispatch = served
     flash._lazy_imports = functions
     checks["general_availability_check"] = lambda *args, **kwargs: True
     forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,8 +40,8 @@ def flash_attn_varlen_func(
 ) -> Results:
     """`attention_varlen` behind the signature of flash_attn 2.8: sequences that lie one after the other, without padding.
 
-    Sequence b is the rows cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1] of q and cu_seqlens_k[b] <= j < cu_seqlens_k[b + 1] of k and v. Causality,
-    windows and ALiBi count positions inside it, aligned to its bottom right.
+    Sequence b is the rows cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1] of q and cu_seqlens_k[b] <= j < cu_seqlens_k[b + 1] of k and v.
+    Causality, windows and ALiBi count positions inside it, aligned to its bottom right.
 
     Args:
         q: (total_q, nheads, headdim), float16, bfloat16, float32 or float64, on CPU or CUDA. Any strides.
@@ -50,7 +51,7 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: at least the longest length; numbers or tensors of one.
         dropout_p, softmax_scale, causal, window_size, softcap, deterministic: as in `flash_attn_func`.
         alibi_slopes: (nheads,); or (batch_size, nheads), which goes sequence by sequence and reads the offsets.
-        return_attn_probs: also return softmax_lse (nheads, total_q) and S_dmask (batch_size, nheads, max_seqlen_q, max_seqlen_k), which is as
+        return_attn_probs: also return softmax_lse (nheads, total_q) and S_dmask (batch_size, nheads, max_seqlen_q, max_seqlen_k), which is
             that of `flash_attn_func`, and 0 beyond a sequence.
         block_table: (batch_size, max_blocks), int32: key j of sequence b is row j % page_block_size of page block_table[b, j //
             page_block_size], for as many as cu_seqlens_k says. For inference: no gradients, no dropout. Where lengths of queries differ the
@@ -115,8 +116,9 @@ def flash_attn_varlen_qkvpacked_func(
     try:
         if qkv.dim() != 4 or qkv.shape[1] != 3:
             refuse("qkv must hold three")
-        offsets, arguments = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), (dropout_p, softmax_scale, causal, window_size, softcap)
-        return _packed(*qkv.unbind(1), *offsets, *arguments, alibi_slopes, return_attn_probs)
+        q, k, v = qkv.unbind(1)
+        arguments = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+        return _packed(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *arguments)
     except ERRORS as error:
         options = option_values(dropout_p, softmax_scale, window_size, softcap, alibi_slopes)
         explain(error, {"qkv": (qkv, "total 3 nheads headdim")}, options, packed="qkv")
@@ -159,8 +161,9 @@ def flash_attn_varlen_kvpacked_func(
     try:
         if kv.dim() != 4 or kv.shape[1] != 2:
             refuse("kv must hold two")
-        offsets, arguments = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), (dropout_p, softmax_scale, causal, window_size, softcap)
-        return _packed(q, *kv.unbind(1), *offsets, *arguments, alibi_slopes, return_attn_probs)
+        k, v = kv.unbind(1)
+        arguments = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+        return _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *arguments)
     except ERRORS as error:
         shapes = {"q": (q, "total_q nheads headdim"), "kv": (kv, "total_k 2 nheads_k headdim")}
         options = option_values(dropout_p, softmax_scale, window_size, softcap, alibi_slopes)
@@ -300,7 +303,7 @@ def read_offsets(name: str, offsets: Tensor, total: int) -> list[int]:
     if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1 or offsets.shape[0] < 1:
         raise ValueError(f"{name} must be an int32 or int64 tensor (batch_size + 1,)")
     bounds: list[int] = offsets.tolist()
-    if bounds[0] != 0 or bounds[-1] != total or any(a > b for a, b in zip(bounds, bounds[1:])):
+    if bounds[0] != 0 or bounds[-1] != total or any(a > b for a, b in itertools.pairwise(bounds)):
         raise ValueError(f"{name} must start at 0, never decrease and end at {total}, got {bounds}")
     return bounds
 
