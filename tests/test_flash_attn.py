@@ -1,6 +1,7 @@
 """The functions of tiled_attention.flash_attn against what flash_attn's documentation says of them."""
 
 import inspect
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import tiled_attention as ta
 from flash_attn_formula import formula, visible_keys
@@ -166,6 +168,41 @@ def test_slopes_and_the_lse_have_gradients_too():
         leaves = (q, k, v, slopes)
         grads, wanted_grads = (torch.autograd.grad(a.sin().sum() + b.cos().sum(), leaves) for a, b in ((out, lse), (wanted, wanted_lse)))
         assert all(close(a, b) for a, b in zip(grads, wanted_grads))
+
+
+@pytest.mark.parametrize("name", ("plain", "causal", "softcap", "alibi per item"))
+def test_the_result_may_be_changed_in_place_where_it_is_not_saved(name: str):
+    inputs, options, weight = tensors(5, 7), chosen(name), rows(2, 5, 4, 8, grad=True)
+    wanted = (fa.flash_attn_func(*inputs, **options) * 2 + weight).sin().sum()
+    out = fa.flash_attn_func(*inputs, **options)
+    out *= 2
+    out += weight
+    assert close(*(torch.autograd.grad(x, weight)[0] for x in (out.sin().sum(), wanted)))
+    out = fa.flash_attn_func(*(x.requires_grad_() for x in inputs), **options)
+    out *= 2
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_derivatives_of_every_kind():
+    q, k, v = (rows(1, n, 2, 3, grad=True) for n in (3, 4, 4))
+    slopes = torch.rand(2, dtype=F64, requires_grad=True)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Any:
+        return fa.flash_attn_func(q, k, v, causal=True, softcap=2.0, alibi_slopes=slopes, return_attn_probs=True)[:2]
+
+    assert torch.autograd.gradcheck(call, (q, k, v, slopes), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(call, (q, k, v, slopes))
+    several = rows(3, 1, 3, 2, 3)
+    mapped = torch.func.vmap(lambda q: fa.flash_attn_func(q, k, v))(several)
+    assert torch.equal(mapped, torch.stack([fa.flash_attn_func(q, k, v) for q in several]))
+    results = []
+    for run in (lambda call, *x: call(*x), partial(checkpoint, use_reentrant=False)):
+        torch.manual_seed(3)
+        results.append(torch.autograd.grad(run(fa.flash_attn_func, q, k, v, 0.5).sum(), q)[0])
+    assert torch.equal(*results)
+    with torch.autocast("cpu", dtype=BF16):
+        assert fa.flash_attn_func(q.float(), k.float(), v.float()).dtype == BF16
 
 
 class Copies(TorchDispatchMode):

@@ -1,7 +1,8 @@
-"""flash_attn_func and its packed forms, on `attention`."""
+"""flash_attn_func and its packed forms, on the operators of `attention`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -9,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import NO_TENSORS
-from ..attention import attention
-from ..call import allows_tf32, below_autograd, default_scale, forward, prepare, run_forward, runs_plain
+from ..call import allows_tf32, below_autograd, check_number, default_scale, forward, prepare, run_forward, runs_plain
 from ..library import ops
 from ..masks import Mask
 from ..observers import Call, observers, tell
@@ -66,24 +66,11 @@ def flash_attn_func(
     """
     try:
         mask, intervals = pattern_of(causal, window_size)
-        if (
-            alibi_slopes is None
-            and dropout_p == 0
-            and softcap <= 0
-            and q.dim() == 4
-            and (softmax_scale is None or type(softmax_scale) is float)
-            and runs_plain(q, k, v)
-        ):
-            # The shortest way for the plain call; the operator checks the rest.
-            scale = default_scale(q.shape[-1]) if softmax_scale is None else softmax_scale
-            with below_autograd():
-                query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-                allow_tf32 = q.is_cuda and allows_tf32(q)
-                out, lse, _ = run_forward(query, key, value, *NO_TENSORS, scale, 0.0, 0.0, intervals, (), allow_tf32, False, False)
-                out = out.transpose(1, 2)
-            return (out, lse, out.new_empty(0)) if return_attn_probs else out
         if q.dim() != 4:
             refuse("q must have 4 dimensions")
+        if alibi_slopes is None and dropout_p == 0 and softcap <= 0 and runs_plain(q, k, v):
+            with below_autograd():
+                return _plain(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), softmax_scale, intervals, return_attn_probs)
         query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return attend(query, key, value, dropout_p, softmax_scale, mask, softcap, alibi_slopes, return_attn_probs)
     except ERRORS as error:
@@ -124,8 +111,12 @@ def flash_attn_qkvpacked_func(
     try:
         if qkv.dim() != 5 or qkv.shape[2] != 3:
             refuse("qkv must hold three")
+        mask, intervals = pattern_of(causal, window_size)
+        if alibi_slopes is None and dropout_p == 0 and softcap <= 0 and runs_plain(qkv, qkv, qkv):
+            with below_autograd():
+                query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+                return _plain(query, key, value, softmax_scale, intervals, return_attn_probs)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mask = pattern_of(causal, window_size).mask
         return attend(query, key, value, dropout_p, softmax_scale, mask, softcap, alibi_slopes, return_attn_probs)
     except ERRORS as error:
         options = option_values(dropout_p, softmax_scale, window_size, softcap, alibi_slopes)
@@ -163,14 +154,30 @@ def flash_attn_kvpacked_func(
     try:
         if q.dim() != 4 or kv.dim() != 5 or kv.shape[2] != 2:
             refuse("kv must hold two")
+        mask, intervals = pattern_of(causal, window_size)
+        if alibi_slopes is None and dropout_p == 0 and softcap <= 0 and runs_plain(q, kv, kv):
+            with below_autograd():
+                key, value = kv.permute(2, 0, 3, 1, 4).unbind(0)
+                return _plain(q.transpose(1, 2), key, value, softmax_scale, intervals, return_attn_probs)
         key, value = kv.permute(2, 0, 3, 1, 4).unbind(0)
-        mask = pattern_of(causal, window_size).mask
         return attend(q.transpose(1, 2), key, value, dropout_p, softmax_scale, mask, softcap, alibi_slopes, return_attn_probs)
     except ERRORS as error:
         shapes = {"q": (q, "batch_size seqlen_q nheads headdim"), "kv": (kv, "batch_size seqlen_k 2 nheads_k headdim")}
         options = option_values(dropout_p, softmax_scale, window_size, softcap, alibi_slopes)
         explain(error, shapes, options)
         raise
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None, intervals: Sequence[int], return_attn_probs: bool) -> Results:
+    """The shortest way, below autograd, for heads in front of tokens; the operator checks the rest."""
+    if scale is None:
+        scale = default_scale(query.shape[-1])
+    elif type(scale) is not float:
+        scale = check_number("softmax_scale", scale, "a finite number", math.isfinite)
+    allow_tf32 = query.is_cuda and allows_tf32(query)
+    out, lse, _ = run_forward(query, key, value, *NO_TENSORS, scale, 0.0, 0.0, intervals, (), allow_tf32, False, False)
+    out = out.transpose(1, 2)
+    return (out, lse, out.new_empty(0)) if return_attn_probs else out
 
 
 def attend(
@@ -188,29 +195,17 @@ def attend(
     bias = None
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         bias, alibi_slopes = bias_of_slopes(alibi_slopes, query, key), None
-    cap = softcap if softcap > 0 else None
-    if return_attn_probs and dropout_p > 0:
-        scores = (mask, bias, softmax_scale, cap, alibi_slopes, None)
-        args = prepare(query, key, value, *scores, dropout_p, None, None)
-        out, lse = forward(args)
-        with torch.no_grad():
-            weights = weights_of(args._replace(dropout_p=0.0, dropout_seed=None), lse)
-            kept = ops.dropout_mask(args.dropout_seed, args.dropout_p, *weights.shape, ())
-            probabilities = torch.where(kept, weights, -weights).to(query.dtype)
-        if not torch.compiler.is_compiling() and observers:
-            tell(Call(query, key, partial(prepare, query, key, None, *scores, 0.0, None, None), lse))
-        return out.transpose(1, 2), lse, probabilities
-    out, lse = attention(
-        query,
-        key,
-        value,
-        mask=mask,
-        bias=bias,
-        scale=softmax_scale,
-        softcap=cap,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        return_lse=True,
-    )
+    scores = (mask, bias, softmax_scale, softcap if softcap > 0 else None, alibi_slopes, None)
+    args = prepare(query, key, value, *scores, dropout_p, None, None)
+    out, lse = forward(args)
+    if not torch.compiler.is_compiling() and observers:
+        tell(Call(query, key, partial(prepare, query, key, None, *scores, 0.0, None, None), lse))
     out = out.transpose(1, 2)
-    return (out, lse, out.new_empty(0)) if return_attn_probs else out
+    if not return_attn_probs:
+        return out
+    if args.dropout_seed is None:
+        return out, lse, out.new_empty(0)
+    with torch.no_grad():
+        weights = weights_of(args._replace(dropout_p=0.0, dropout_seed=None), lse)
+        kept = ops.dropout_mask(args.dropout_seed, args.dropout_p, *weights.shape, ())
+        return out, lse, torch.where(kept, weights, -weights).to(query.dtype)

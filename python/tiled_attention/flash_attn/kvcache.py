@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ..arguments import real_dtype
-from ..attention_decode import attention_decode
+from ..attention_decode import NO_RING, attention_decode
+from ..attention_decode import _run as run_decode
+from ..call import below_autograd, default_scale, runs_plain
 from ..masks import Mask
 from ..rotate import rotate
 from .options import ERRORS, explain, is_integer, option_values, pattern_of, refuse
@@ -77,8 +79,25 @@ def flash_attn_with_kvcache(
         if q.dim() != 4 or k_cache.dim() != 4 or v_cache.dim() != 4:
             refuse("q and the caches must have 4 dimensions")
         mask = None if causal and q.shape[1] == 1 and window_size[0] < 0 else pattern_of(causal, window_size).mask
+        if (
+            mask is None
+            and k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is alibi_slopes is None
+            and softcap <= 0
+            and (softmax_scale is None or type(softmax_scale) is float)
+            and isinstance(cache_seqlens, Tensor)
+            and runs_plain(q, k_cache, v_cache)
+        ):
+            # The shortest way for the plain call; the operator checks the rest.
+            scale = default_scale(q.shape[-1]) if softmax_scale is None else softmax_scale
+            with below_autograd():
+                out, lse = run_decode(
+                    *(q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2), cache_seqlens, block_table),
+                    *(None, None, None, None, scale, 0.0, (), 0, NO_RING),
+                )
+                out = out.transpose(1, 2)
+            return (out, lse) if return_softmax_lse else out
         query, key_cache, value_cache = q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-        lengths = _lengths(cache_seqlens, q, k_cache, block_table, k)
+        lengths = cache_seqlens if isinstance(cache_seqlens, Tensor) else _lengths(cache_seqlens, q, k_cache, block_table, k)
         if k is None and v is None:
             if rotary_cos is not None or rotary_sin is not None:
                 refuse("rotary_cos and rotary_sin turn new keys: k and v must be given with them, got None")
@@ -171,8 +190,6 @@ def _decode(
 
 def _lengths(cache_seqlens: Any, q: Tensor, k_cache: Tensor, block_table: Tensor | None, k: Tensor | None) -> Tensor:
     batch = q.shape[0]
-    if isinstance(cache_seqlens, Tensor):
-        return cache_seqlens
     if cache_seqlens is None:
         if k is not None:
             refuse("cache_seqlens must be given with k: they are written behind it, got None")
