@@ -127,6 +127,18 @@ def test_continuous_batching(flash: fa.Registration):
     assert [result.generated_tokens for result in sorted(results.values(), key=lambda result: -len(result.prompt_ids))] == wanted
 
 
+@pytest.mark.parametrize("padding", ("none", "left"))
+def test_compiled_under_the_name(padding: str, flash: fa.Registration):
+    torch._dynamo.reset()
+    model, ids = build(DECODERS, "mistral"), tokens()
+    mask, present = padding_of(padding)
+    model.set_attn_implementation("eager")
+    wanted = model(ids, attention_mask=mask, use_cache=False).logits
+    model.set_attn_implementation(FLASH)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert close(compiled(ids, attention_mask=mask, use_cache=False).logits[present], wanted[present])
+
+
 def test_decoding_over_the_pages_of_transformers(flash: fa.Registration):
     """Continuous batching on CUDA: one token for each request, written to its page."""
     torch.manual_seed(0)

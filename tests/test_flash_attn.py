@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -258,6 +259,20 @@ def test_it_compiles_into_one_graph(name: str):
     wanted, got = run(*inputs), torch.compile(run, backend="aot_eager", fullgraph=True)(*inputs)
     assert close(got, wanted, 1e-5)
     assert all(close(*pair, 1e-5) for pair in zip(*(torch.autograd.grad(x, inputs) for x in (got, wanted))))
+
+
+def test_cuda_tensors_are_traced():
+    with FakeTensorMode(allow_non_fake_inputs=False), torch.no_grad():
+        q, k = torch.empty(2, 5, 4, 8, device="cuda", dtype=BF16), torch.empty(2, 7, 2, 8, device="cuda", dtype=BF16)
+        offsets, rows_q, rows_k = torch.empty(3, dtype=torch.int32, device="cuda"), q.flatten(0, 1), k.flatten(0, 1)
+        results = [
+            *fa.flash_attn_func(q, k, k, causal=True, return_attn_probs=True),
+            fa.flash_attn_func(q, k, k, alibi_slopes=torch.empty(2, 4, device="cuda"), window_size=(2, 2)),
+            *fa.flash_attn_varlen_func(rows_q, rows_k, rows_k, offsets, offsets, 5, 7, softcap=2.0, return_attn_probs=True),
+            fa.flash_attn_with_kvcache(q, k, k, cache_seqlens=3, causal=True),
+        ]
+    shapes = [(2, 5, 4, 8), (2, 4, 5), (0,), (2, 5, 4, 8), (10, 4, 8), (4, 10), (0,), (2, 5, 4, 8)]
+    assert [tuple(x.shape) for x in results] == shapes and all(x.device.type == "cuda" for x in results)
 
 
 class Layer(torch.nn.Module):

@@ -64,7 +64,7 @@ def bias_of_slopes(alibi_slopes: Tensor, query: Tensor, key: Tensor) -> Tensor |
         return None
     # Element t is for j - i = t - (seqlen_q - 1), which is j - p = t - (seqlen_kv - 1).
     distance = torch.arange(seqlen_q + seqlen_kv - 1, device=query.device) - (seqlen_kv - 1)
-    return -alibi_slopes.to(real_dtype(query.dtype))[:, :, None, None] * distance.abs()
+    return -alibi_slopes.to(real_dtype(query.dtype)).unflatten(1, (num_heads, 1, 1)) * distance.abs()
 
 
 # Of `attention` and its kin: their arguments under the names that they have here.
