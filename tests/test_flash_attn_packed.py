@@ -302,6 +302,21 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         r"cache_leftpad must have shape \(2,\)",
     ),
+    "left padding beyond": (
+        lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, cache_seqlens=3, cache_leftpad=torch.tensor([4, 0])),
+        ValueError,
+        "cache_leftpad must be at most cache_seqlens",
+    ),
+    "left padding without room": (
+        lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, NEW, NEW, cache_seqlens=7, cache_leftpad=torch.tensor([4, 0])),
+        ValueError,
+        "cache_seqlens must be at most 6, for 3 new keys to fit, got 7",
+    ),
+    "table of another type": (
+        lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, cache_seqlens=3, block_table=torch.zeros(2, 1)),
+        TypeError,
+        "block_table must be an int32 tensor, got torch.float32",
+    ),
     "gradients": (
         lambda: fa.flash_attn_with_kvcache(Q.clone().requires_grad_(), CACHE, CACHE, cache_seqlens=1),
         RuntimeError,
@@ -322,6 +337,18 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: fa.flash_attn_varlen_func(PACKED, PACKED, PACKED, OFFSETS, OFFSETS + 1, 4, 4, alibi_slopes=torch.ones(2, 4)),
         ValueError,
         "cu_seqlens_k must start at 0",
+    ),
+    "too short with slopes": (
+        lambda: fa.flash_attn_varlen_func(PACKED, PACKED, PACKED, OFFSETS, OFFSETS, 4, 3, alibi_slopes=torch.ones(2, 4)),
+        ValueError,
+        "max_seqlen_k must be at least the length of every sequence, got 3",
+    ),
+    "too many keys for the table": (
+        lambda: fa.flash_attn_varlen_func(
+            PACKED, CACHE, CACHE, OFFSETS, torch.tensor([0, 4, 14]), 4, 10, block_table=torch.zeros(2, 1, dtype=I32)
+        ),
+        ValueError,
+        "cu_seqlens_k must hold at most 9 keys for each sequence, as block_table has, got 10",
     ),
     "longest": (
         lambda: fa.flash_attn_varlen_func(PACKED, PACKED, PACKED, OFFSETS, OFFSETS, 4, "4"),

@@ -14,7 +14,7 @@ from ..attention_decode import _run as run_decode
 from ..call import below_autograd, default_scale, runs_plain
 from ..masks import Mask
 from ..rotate import rotate
-from .options import ERRORS, explain, is_integer, option_values, pattern_of, refuse
+from .options import ERRORS, check_table, explain, is_integer, option_values, pattern_of, refuse
 
 
 def flash_attn_with_kvcache(
@@ -79,6 +79,8 @@ def flash_attn_with_kvcache(
         if q.dim() != 4 or k_cache.dim() != 4 or v_cache.dim() != 4:
             refuse("q and the caches must have 4 dimensions")
         mask = None if causal and q.shape[1] == 1 and window_size[0] < 0 else pattern_of(causal, window_size).mask
+        if block_table is not None:
+            check_table("block_table", block_table, q.shape[0])
         if (
             mask is None
             and k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is alibi_slopes is None
@@ -123,6 +125,7 @@ def flash_attn_with_kvcache(
                 pages = index.to(torch.int32)[:, None]  # an item of the cache is a page
             else:
                 first = _index("cache_leftpad", cache_leftpad, q, k_cache)
+                _check_room(lengths, first, 0 if new_key is None else new_key.shape[2], k_cache.shape[1])
                 key_cache, value_cache, pages = _rows_as_pages(k_cache, v_cache, index, first)
                 lengths = lengths - first.to(lengths.dtype)
         caches = (key_cache, value_cache, new_key, new_value, lengths, pages)
@@ -218,6 +221,17 @@ def _index(name: str, given: Any, q: Tensor, k_cache: Tensor) -> Tensor:
         if low < 0 or high > most:
             raise ValueError(f"{name} must lie in [0, {most}], got {low if low < 0 else high}")
     return given
+
+
+def _check_room(lengths: Tensor, first: Tensor, num_new: int, capacity: int) -> None:
+    if lengths.dtype not in (torch.int32, torch.int64) or lengths.shape != first.shape:
+        raise ValueError(f"cache_seqlens must be an integer tensor {tuple(first.shape)}, got {lengths.dtype} {tuple(lengths.shape)}")
+    if lengths.device.type != "cpu" or torch.compiler.is_compiling() or lengths.numel() == 0:
+        return
+    if int(lengths.max()) > capacity - num_new:
+        raise ValueError(f"cache_seqlens must be at most {capacity - num_new}, for {num_new} new keys to fit, got {int(lengths.max())}")
+    if bool((first > lengths).any()):
+        raise ValueError(f"cache_leftpad must be at most cache_seqlens, got {first.tolist()} and {lengths.tolist()}")
 
 
 def _rows_as_pages(k_cache: Tensor, v_cache: Tensor, index: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -153,5 +153,12 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
+def check_table(name: str, table: Any, batch: int) -> None:
+    if not isinstance(table, Tensor) or table.dtype != torch.int32:
+        raise TypeError(f"{name} must be an int32 tensor, got {table.dtype if isinstance(table, Tensor) else type(table).__name__}")
+    if table.dim() != 2 or table.shape[0] != batch:
+        raise ValueError(f"{name} must have shape ({batch}, max_blocks), got {tuple(table.shape)}")
+
+
 def refuse(message: str) -> NoReturn:
     raise RuntimeError(message)

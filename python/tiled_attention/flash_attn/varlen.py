@@ -17,7 +17,7 @@ from ..library import ops
 from ..masks import Mask
 from ..weights import weights_of
 from .functions import Results, attend
-from .options import ERRORS, explain, option_values, pattern_of, refuse
+from .options import ERRORS, check_table, explain, option_values, pattern_of, refuse
 
 
 def flash_attn_varlen_func(
@@ -222,8 +222,8 @@ def _one_by_one(
     return_attn_probs: bool,
 ) -> Results:
     """Each sequence with slopes of its own."""
-    bounds_q = read_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    bounds_k = read_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    bounds_q = read_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0], limits[0])
+    bounds_k = read_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], limits[1])
     if len(bounds_q) != len(bounds_k):
         raise ValueError(f"cu_seqlens_k must have the length of cu_seqlens_q ({len(bounds_q)}), got {len(bounds_k)}")
     if tuple(alibi_slopes.shape) != (len(bounds_q) - 1, q.shape[1]):
@@ -265,20 +265,25 @@ def _paged(
         raise ValueError(f"dropout_p must be 0 with block_table, which is for inference, got {dropout_p}")
     if q.dim() != 3 or k.dim() != 4 or v.dim() != 4:
         refuse("q, k and v must be packed rows and pages")
+    check_offsets("cu_seqlens_q", cu_seqlens_q)
+    check_offsets("cu_seqlens_k", cu_seqlens_k)
     lengths = cu_seqlens_k.diff().to(torch.int32)
-    batch = lengths.shape[0]
-    if block_table.dim() != 2 or block_table.shape[0] != batch:
-        raise ValueError(f"block_table must have shape ({batch}, max_blocks), got {tuple(block_table.shape)}")
-    key, value, longest = k.transpose(1, 2), v.transpose(1, 2), _number(max_seqlen_q)
+    batch, longest = lengths.shape[0], _number(max_seqlen_q)
+    if cu_seqlens_q.shape[0] != batch + 1:
+        raise ValueError(f"cu_seqlens_q must have the length of cu_seqlens_k ({batch + 1}), got {cu_seqlens_q.shape[0]}")
+    check_table("block_table", block_table, batch)
+    capacity = k.shape[1] * block_table.shape[1]
+    if lengths.device.type == "cpu" and batch and int(lengths.max()) > capacity:
+        raise ValueError(f"cu_seqlens_k must hold at most {capacity} keys for each sequence, as block_table has, got {int(lengths.max())}")
+    key, value = k.transpose(1, 2), v.transpose(1, 2)
     options: dict[str, Any] = {"scale": softmax_scale, "softcap": softcap if softcap > 0 else None}
     options["mask"] = pattern_of(causal, window_size).mask
     one_each = alibi_slopes is not None and alibi_slopes.dim() == 2
-    if batch * longest == q.shape[0] and not one_each:  # every sequence has the longest number of queries
-        pieces = [(slice(0, batch), q.unflatten(0, (batch, longest)))]
+    bounds = read_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0]) if q.device.type == "cpu" or batch * longest != q.shape[0] else []
+    if len({end - start for start, end in itertools.pairwise(bounds)}) < 2 and batch and not one_each:
+        pieces = [(slice(0, batch), q.unflatten(0, (batch, q.shape[0] // batch)))]  # as many queries in every sequence
     else:
-        bounds = read_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-        if len(bounds) != batch + 1:
-            raise ValueError(f"cu_seqlens_q must have the length of cu_seqlens_k ({batch + 1}), got {len(bounds)}")
+        bounds = bounds or read_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
         pieces = [(slice(item, item + 1), q[None, bounds[item] : bounds[item + 1]]) for item in range(batch)]
     outs, lses = [q.new_empty(0, q.shape[1], v.shape[-1])], []
     for items, query in pieces:
@@ -299,12 +304,21 @@ def _paged(
     return (out, torch.cat(lses, 1), out.new_empty(0)) if return_attn_probs else out
 
 
-def read_offsets(name: str, offsets: Tensor, total: int) -> list[int]:
-    if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1 or offsets.shape[0] < 1:
-        raise ValueError(f"{name} must be an int32 or int64 tensor (batch_size + 1,)")
+def check_offsets(name: str, offsets: Any) -> None:
+    if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int32, torch.int64):
+        came = offsets.dtype if isinstance(offsets, Tensor) else type(offsets).__name__
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {came}")
+    if offsets.dim() != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"{name} must have shape (batch_size + 1,), got {tuple(offsets.shape)}")
+
+
+def read_offsets(name: str, offsets: Tensor, total: int, longest: int | None = None) -> list[int]:
+    check_offsets(name, offsets)
     bounds: list[int] = offsets.tolist()
     if bounds[0] != 0 or bounds[-1] != total or any(a > b for a, b in itertools.pairwise(bounds)):
         raise ValueError(f"{name} must start at 0, never decrease and end at {total}, got {bounds}")
+    if longest is not None and any(b - a > longest for a, b in itertools.pairwise(bounds)):
+        raise ValueError(f"max_seqlen{name[-2:]} must be at least the length of every sequence, got {longest}")
     return bounds
 
 
