@@ -1,7 +1,7 @@
 """Ring attention on local ranks beside one process: error, memory, bytes sent, work and time.
 
-`python benchmarks/distributed.py [--ranks 4] [--n 8192] [--dtype float32] [--method ring] [--layout zigzag] [--json FILE]`, forward and backward,
-causal, gloo. Ranks are forked from one process that has imported torch, each with one thread. Memory is the most resident memory of a rank
+`python benchmarks/distributed.py [--ranks 4] [--n 8192] [--dtype float32] [--method ring] [--layout zigzag]`, forward and backward, causal,
+gloo. Ranks are forked from one process that has imported torch, each with one thread. Memory is the most resident memory of a rank
 above what it held with the group set up and a small call made; that of one process is measured the same way, in a process of its own. Its
 limit is that of one process divided by the ranks, two shards of keys and values, two of their gradients, and 10 %. The exit code is 1 where
 an error is more than twice that of one process or of rounding, or a float32 ring takes more memory than its limit.
@@ -59,7 +59,7 @@ def measured(
         sent[0] += sum(op.tensor.numel() * op.tensor.element_size() for op in ops if op.op is dist.isend and op.tensor.dtype != torch.uint8)
         return real(ops)
 
-    dist.batch_isend_irecv = counting
+    dist.batch_isend_irecv = counting  # type: ignore[assignment]
     begin = time.perf_counter()
     out = attend(*tensors)
     out.backward(grad_out)
