@@ -1,0 +1,127 @@
+"""C++ without Python: examples/libtorch built and run, the same numbers as torch's, and what a user reads where something is missing."""
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiled_attention
+from tiled_attention import library
+from tiled_attention.__main__ import main
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples/libtorch"
+PACKAGE = Path(tiled_attention.__file__).parent
+
+
+def run(*command: object, expect: int = 0, **environment: str) -> str:
+    """What the command printed; fails with that where its exit code is another one."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == expect, f"exit code {done.returncode}, expected {expect}:\n{done.stdout}"
+    return done.stdout
+
+
+def cmake(*arguments: object, expect: int = 0) -> str:
+    # The one of the test extra; it lies beside the interpreter, which need not be on the PATH.
+    found = shutil.which("cmake", path=str(Path(sys.executable).parent)) or shutil.which("cmake")
+    assert found is not None, "cmake is missing: pip install cmake"
+    return run(found, *arguments, expect=expect)
+
+
+def configure(build: Path, prefix: str, *arguments: object, expect: int = 0) -> str:
+    return cmake("-S", EXAMPLE, "-B", build, f"-DCMAKE_PREFIX_PATH={prefix}", *arguments, expect=expect)
+
+
+def printed(capsys: pytest.CaptureFixture[str], option: str) -> str:
+    assert main(["info", option]) == 0
+    return capsys.readouterr().out.strip()
+
+
+def test_info_says_where_the_library_is(capsys: pytest.CaptureFixture[str]):
+    assert printed(capsys, "--library") == str(library.path)
+    assert printed(capsys, "--cmake-prefix-path") == f"{PACKAGE};{torch.utils.cmake_prefix_path}"
+    with pytest.raises(SystemExit):
+        main(["info", "--library", "--cmake-prefix-path"])
+
+
+@pytest.mark.slow
+def test_operators_through_the_dispatcher(tmp_path: Path):
+    # The library lies elsewhere than it was built, and then nowhere.
+    prefix, build = tmp_path / "installed", tmp_path / "build"
+    shutil.copytree(PACKAGE / "cmake", prefix / "cmake")
+    here = f"{prefix};{torch.utils.cmake_prefix_path}"
+    said = configure(build, here, expect=1)
+    assert f"the operator library {prefix / '_cpu.abi3.so'} is missing" in re.sub(r"\s+", " ", said)
+    old = tmp_path / "old/Torch"
+    old.mkdir(parents=True)
+    (old / "TorchConfig.cmake").write_text("set(Torch_FOUND TRUE)\n")
+    (old / "TorchConfigVersion.cmake").write_text('set(PACKAGE_VERSION "2.9.0")\n')
+    said = configure(tmp_path / "other build", f"{prefix};{old.parent}", expect=1)
+    assert 'compatible with requested version "2.10"' in re.sub(r"\s+", " ", said) and "version: 2.9.0" in said
+
+    shutil.copy(library.path, prefix / "_cpu.abi3.so")
+    shutil.rmtree(build)
+    configure(build, here)
+    cmake("--build", build, "--target", "attention")
+    lines = run(build / "attention").splitlines()
+    assert lines[-1] == "all right"
+    assert sum(" error " in line and "WRONG" not in line for line in lines) == 25
+    assert any(re.match("attention_fwd alone: no gradient; torch says: tiled_attention::attention_fwd: an autograd kernel was not", x) for x in lines)
+
+    (prefix / "_cpu.abi3.so").unlink()
+    assert "_cpu.abi3.so: cannot open shared object file" in run(build / "attention", expect=127)
+
+
+@pytest.mark.slow
+def test_package_without_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    build = tmp_path / "build"
+    configure(build, printed(capsys, "--cmake-prefix-path"))
+    cmake("--build", build, "--target", "run_package")
+    spec = importlib.util.spec_from_file_location("export_package", EXAMPLE / "export_package.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    with torch._inductor.config.patch("aot_inductor.compile_wrapper_opt_level", "O0"):
+        example.main(["--out", str(tmp_path)])
+
+    runs, files = build / "run_package", (tmp_path / "model.pt2", tmp_path / "samples.pt")
+    lines = run(runs, printed(capsys, "--library").splitlines()[-1], *files).splitlines()
+    assert lines[-1] == "all right"
+    assert [line.split(":")[0].split() for line in lines[:-1]] == [["seqlen", str(length)] for length in example.LENGTHS]
+
+    # A model that is another one, and what is missing.
+    samples = torch.load(files[1])
+    torch.save([(x, expected + 1e-3) for x, expected in samples], tmp_path / "others.pt")
+    assert run(runs, library.path, files[0], tmp_path / "others.pt", expect=1).count("WRONG") == len(samples)
+    nowhere = tmp_path / "nowhere.so"
+    said = run(runs, nowhere, *files, expect=2)
+    assert f"the operator library cannot be loaded: {nowhere}: cannot open shared object file" in said
+    other = next(Path(torch.__file__).parent.glob("lib/libc10.so"))
+    assert "Could not find schema for tiled_attention::attention" in run(runs, other, *files, expect=2)
+
+
+def test_kernels_without_torch(tmp_path: Path):
+    """The command of the example, for any processor and compiler, and faster to compile."""
+    command = re.search(r"^//   (g\+\+ .*)\n//     (.*)$", (EXAMPLE / "plain.cpp").read_text(), re.MULTILINE)
+    assert command is not None
+    compiler, *words = shlex.split(f"{command[1]} {command[2]}")
+    assert compiler == "g++" and words[-2:] == ["-o", "plain"]
+    compiler = os.environ.get("CXX") or shutil.which("g++") or "clang++"
+    for_here = {"-O3": "-O0", "-DKERNEL_ISA=avx2": "-DKERNEL_ISA=baseline", "plain": str(tmp_path / "plain")}
+    done = subprocess.run([compiler, *(for_here.get(word, word) for word in words if not word.startswith("-m"))], cwd=ROOT, timeout=600)
+    assert done.returncode == 0
+    assert re.fullmatch(r"largest error of out \S+, of lse \S+\n", run(tmp_path / "plain"))
