@@ -28,9 +28,7 @@ struct Intervals {
   int64_t num_sinks = 0;
   int64_t top_left = 0;  // 1: j <= i
 
-  std::vector<int64_t> list() const {
-    return {query_offset, window_left, window_right, limit_left, limit_right, prefix, chunk, key_end, num_sinks, top_left};
-  }
+  std::vector<int64_t> list() const { return {query_offset, window_left, window_right, limit_left, limit_right, prefix, chunk, key_end, num_sinks, top_left}; }
 };
 
 // "Real" is float64 for float64 and float32 otherwise.

@@ -56,6 +56,9 @@ double formula(const std::vector<float>& query, const std::vector<float>& key, c
   return std::log(sum);
 }
 
+// The larger error; NaN where one is.
+double worse(double one, double other) { return other <= one || one != one ? one : other; }
+
 }  // namespace
 
 int main() {
@@ -95,8 +98,8 @@ int main() {
     for (int64_t h = 0; h < kHeads; ++h) {
       for (int64_t i = 0; i < kSeqlenQ; ++i) {
         const int64_t row = (b * kHeads + h) * kSeqlenQ + i;
-        lse_error = std::fmax(lse_error, std::fabs(formula(query, key, value, params.scale, b, h, i, exact) - lse[row]));
-        for (int64_t d = 0; d < kHeadDimV; ++d) out_error = std::fmax(out_error, std::fabs(exact[d] - out[row * kHeadDimV + d]));
+        lse_error = worse(lse_error, std::fabs(formula(query, key, value, params.scale, b, h, i, exact) - lse[row]));
+        for (int64_t d = 0; d < kHeadDimV; ++d) out_error = worse(out_error, std::fabs(exact[d] - out[row * kHeadDimV + d]));
       }
     }
   }

@@ -51,8 +51,8 @@ def cmake_prefix_path() -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     only = parser.add_mutually_exclusive_group()
-    only.add_argument("--library", action="store_true", help="print the path of the operator library, for programs that load it, and nothing else")
-    only.add_argument("--cmake-prefix-path", action="store_true", help="print CMAKE_PREFIX_PATH for find_package(TiledAttention), and nothing else")
+    only.add_argument("--library", action="store_true", help="print only the path of the operator library, for programs that load it")
+    only.add_argument("--cmake-prefix-path", action="store_true", help="print only CMAKE_PREFIX_PATH for find_package(TiledAttention)")
 
 
 def run(args: argparse.Namespace) -> int:
