@@ -16,6 +16,8 @@ from torch import Tensor
 import tiled_attention as ta
 from tiled_attention import library
 from tiled_attention.__main__ import main
+from tiled_attention.arguments import NO_INTERVALS, UNBOUNDED
+from tiled_attention.lowering import lower
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples/libtorch"
@@ -114,6 +116,26 @@ def test_package_without_python(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"the operator library cannot be loaded: {nowhere}: cannot open shared object file" in said
     other = next(Path(torch.__file__).parent.glob("lib/libc10.so"))
     assert "Could not find schema for tiled_attention::attention" in run(runs, other, *files, expect=2)
+
+
+STREAMING = ta.Causal() & (ta.SlidingWindow(3, 0) | ta.Sinks(2))
+
+
+@pytest.mark.parametrize(
+    "mask", [ta.Causal(), ta.Causal(align="top_left"), ta.SlidingWindow(3, 4), STREAMING, ta.PrefixLM(5), ta.Chunked(4)], ids=repr
+)
+def test_masks_are_the_numbers_that_the_page_says(mask: ta.Mask):
+    """Names and defaults as in operators.h, in the order in which it lists them."""
+    header, page = (EXAMPLE / "operators.h").read_text(), (ROOT / "docs/libtorch.md").read_text()
+    listed = re.search(r"list\(\) const \{\s*return \{(.*?)\}", header, re.DOTALL)
+    assert listed is not None
+    order = re.split(r",\s*", listed[1])
+    numbers = lower(mask, batch_shape=(1,), num_heads=1, seqlen_q=8, seqlen_kv=9).intervals
+    said = {f"{name} = {number}" for name, number, default in zip(order, numbers, NO_INTERVALS, strict=True) if number != default}
+    defaults = dict(re.findall(r"(\w+) = (kUnbounded|-?\d+)[,;]", header[: listed.start()].split("struct Intervals {")[1]))
+    assert [str(default).replace(str(UNBOUNDED), "kUnbounded") for default in NO_INTERVALS] == [defaults[name] for name in order]
+    rows = re.findall(r"^\| .*?`ta\..* \| `(\w+ = .*)` \|$", page, re.MULTILINE)
+    assert said in [set(row.split(", ")) for row in rows]
 
 
 class EveryOperator(torch.nn.Module):
