@@ -34,7 +34,8 @@ OF_CPU = {"_attention_fwd_add_", "_attention_bwd_add_"}
 def operators() -> list[str]:
     """Every operator of the library that has tensors on CUDA, by the dispatcher's own list."""
     schemas = torch._C._jit_get_all_schemas()
-    return sorted({schema.name.partition("::")[2] for schema in schemas if schema.name.startswith("tiled_attention::")} - OF_NO_DEVICE - OF_CPU)
+    names = {schema.name.partition("::")[2] for schema in schemas if schema.name.startswith("tiled_attention::")}
+    return sorted(names - OF_NO_DEVICE - OF_CPU)
 
 
 def check_registrations() -> None:

@@ -61,8 +61,7 @@ ALWAYS_INLINE void fold_blocks(Vec<T, N> (&v)[N]) {
     high[i] = i & kStep ? kWide + i : i + kStep;
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < kHalf; i++)
-    v[i] = Native(__builtin_shuffle(Wide(v[i].v), Wide(v[i + kHalf].v), low)) + Native(__builtin_shuffle(Wide(v[i].v), Wide(v[i + kHalf].v), high));
+  for (int i = 0; i < kHalf; i++) v[i] = Native(shuffle(Wide(v[i].v), Wide(v[i + kHalf].v), low)) + Native(shuffle(Wide(v[i].v), Wide(v[i + kHalf].v), high));
   if constexpr (kHalf * sizeof(T) > 16 || (sizeof(T) == 8 && kHalf > 1)) fold_blocks<kHalf / 2>(v);
 }
 // Lane i: the sum over the lanes of v[i].
@@ -87,9 +86,9 @@ ALWAYS_INLINE Vec<T, N> reduce_each(Vec<T, N> (&v)[N]) {
       low_pair[i] = i & 1 ? kWide + i - 1 : i;
       high_pair[i] = i & 1 ? kWide + i : i + 1;
     }
-    const Native a = __builtin_shuffle(v[0].v, v[1].v, low) + __builtin_shuffle(v[0].v, v[1].v, high);
-    const Native b = __builtin_shuffle(v[2].v, v[3].v, low) + __builtin_shuffle(v[2].v, v[3].v, high);
-    return Native(__builtin_shuffle(Wide(a), Wide(b), low_pair)) + Native(__builtin_shuffle(Wide(a), Wide(b), high_pair));
+    const Native a = shuffle(v[0].v, v[1].v, low) + shuffle(v[0].v, v[1].v, high);
+    const Native b = shuffle(v[2].v, v[3].v, low) + shuffle(v[2].v, v[3].v, high);
+    return Native(shuffle(Wide(a), Wide(b), low_pair)) + Native(shuffle(Wide(a), Wide(b), high_pair));
   }
 }
 

@@ -316,6 +316,20 @@ ALWAYS_INLINE void store_converted(NativeVec<ComputeType<T>> x, T* p, int count)
   if (count > 0) memcpy(p, buffer, count * sizeof(T));
 }
 
+// Lane i: lane order[i] of a and b beside each other. `order` is known when this is compiled.
+template <class Native, class Order>
+ALWAYS_INLINE Native shuffle(Native a, Native b, Order order) {
+#ifdef __clang__  // has no __builtin_shuffle, and makes one shuffle of this
+  constexpr int kLanes = sizeof(Order) / sizeof(order[0]);
+  Native both;
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i++) both[i] = order[i] < kLanes ? a[order[i]] : b[order[i] - kLanes];
+  return both;
+#else
+  return __builtin_shuffle(a, b, order);
+#endif
+}
+
 // rows[i][j] <-> rows[j][i], in registers. Every shuffle below is one instruction on AVX2: interleaving inside 128 bits,
 // then exchanging 128-bit blocks.
 template <int kStep, class T, int N>
@@ -334,8 +348,8 @@ ALWAYS_INLINE void exchange_blocks(Vec<T, N> (&rows)[N]) {
 #pragma GCC unroll 8
     for (int i = base; i < base + kStep; i++) {
       const Wide a = Wide(rows[i].v), b = Wide(rows[i + kStep].v);
-      rows[i] = Native(__builtin_shuffle(a, b, low));
-      rows[i + kStep] = Native(__builtin_shuffle(a, b, high));
+      rows[i] = Native(shuffle(a, b, low));
+      rows[i + kStep] = Native(shuffle(a, b, high));
     }
   if constexpr (2 * kStep < N) exchange_blocks<2 * kStep>(rows);
 }
@@ -354,12 +368,12 @@ ALWAYS_INLINE void transpose(Vec<T, N> (&rows)[N]) {
     }
 #pragma GCC unroll 4
     for (int i = 0; i < N; i += 4) {
-      const Native a = __builtin_shuffle(rows[i].v, rows[i + 1].v, low), b = __builtin_shuffle(rows[i].v, rows[i + 1].v, high);
-      const Native c = __builtin_shuffle(rows[i + 2].v, rows[i + 3].v, low), d = __builtin_shuffle(rows[i + 2].v, rows[i + 3].v, high);
-      rows[i].v = __builtin_shuffle(a, c, low_pair);
-      rows[i + 1].v = __builtin_shuffle(a, c, high_pair);
-      rows[i + 2].v = __builtin_shuffle(b, d, low_pair);
-      rows[i + 3].v = __builtin_shuffle(b, d, high_pair);
+      const Native a = shuffle(rows[i].v, rows[i + 1].v, low), b = shuffle(rows[i].v, rows[i + 1].v, high);
+      const Native c = shuffle(rows[i + 2].v, rows[i + 3].v, low), d = shuffle(rows[i + 2].v, rows[i + 3].v, high);
+      rows[i].v = shuffle(a, c, low_pair);
+      rows[i + 1].v = shuffle(a, c, high_pair);
+      rows[i + 2].v = shuffle(b, d, low_pair);
+      rows[i + 3].v = shuffle(b, d, high_pair);
     }
     if constexpr (N > 4) exchange_blocks<4>(rows);
   } else {
