@@ -18,9 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build/torches"
-# Raw operators, derivatives of several kinds, the compiler, the override of torch's own attention, and the drop-in: where torch's
-# interfaces are met.
-TESTS = ("library", "autograd", "compile", "compile_cache", "linear_compile", "override", "sdpa", "vmap")
+# Raw operators, derivatives of several kinds, the compiler and its caches, the override of torch's own attention, and the drop-in: where
+# torch's interfaces are met. Inductor is met in the caches.
+TESTS = ("library", "autograd", "compile", "compile_cache", "override", "sdpa", "vmap")
+CHOICE = ("-m", "not slow", "-k", "not inductor")
 DISK_GB = 12
 
 
@@ -85,7 +86,7 @@ def check(python: Path, wheel: Path) -> str:
     if not Path(used).is_relative_to(site):
         raise RuntimeError(f"the wheel is not what is imported: {used}")
     tests = [ROOT / f"tests/test_{name}.py" for name in TESTS]
-    said = run([python, "-m", "pytest", "-p", "no:cacheprovider", *tests], **with_site)
+    said = run([python, "-m", "pytest", "-p", "no:cacheprovider", *CHOICE, *tests], **with_site)
     return said.strip().splitlines()[-1].strip("= ")
 
 
