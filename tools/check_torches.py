@@ -18,9 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build/torches"
-# Raw operators, derivatives of several kinds, the compiler and its caches, the override of torch's own attention, and the drop-in: where
-# torch's interfaces are met. Inductor is met in the caches.
-TESTS = ("library", "autograd", "compile", "compile_cache", "override", "sdpa", "vmap")
+# Where torch's interfaces are met: raw operators, the compiler and its caches (there inductor too), the override of torch's own attention,
+# the drop-in, vmap.
+TESTS = ("library", "compile", "compile_cache", "override", "sdpa", "vmap")
 CHOICE = ("-m", "not slow", "-k", "not inductor")
 DISK_GB = 12
 
