@@ -28,7 +28,7 @@ $(shell rm -rf $(STAMPS))
 endif
 LOCKED := -c $(STAMPS)/constraints.txt
 
-CPP := $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+CPP := $(shell find csrc tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PY := python tests benchmarks examples tools docs/figures setup.py
 
 .PHONY: help dev test test-fast test-native test-native-all test-torches check check-cpp check-python check-types check-tree check-example \

@@ -18,6 +18,7 @@ from typing import Any
 import additive
 import claims
 import decode
+import interface
 import linear
 import lsh
 import sparse
@@ -39,7 +40,7 @@ from tiled_attention.testing import Case, largest
 
 WIDTH = 150
 # Operators beside exact attention: modules with CLAIMS of their own.
-PARTS = {"linear": linear, "additive": additive, "decode": decode, "lsh": lsh, "sparse": sparse, "varlen": varlen}
+PARTS = {"linear": linear, "additive": additive, "decode": decode, "lsh": lsh, "sparse": sparse, "varlen": varlen, "interface": interface}
 # A result further away than this share of its largest element is wrong; accuracy itself is what the tests and `compare` look at.
 WRONG = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 

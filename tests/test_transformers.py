@@ -1,5 +1,7 @@
 """Hugging Face models with attn_implementation="tiled_attention", and on "sdpa" under the override, against their own "eager" attention."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -70,7 +72,7 @@ PADDING = {"none": None, "left": [[1] * LENGTH, [0] * 4 + [1] * 8], "right": [[1
 def build(models: dict, name: str) -> nn.Module:
     torch.manual_seed(0)
     kind, config = models[name]
-    model = kind(config).eval()
+    model = kind(copy.deepcopy(config)).eval()
     for part, parameter in model.named_parameters():
         if parameter.dim() > 1 or part.endswith("sinks"):
             nn.init.normal_(parameter, std=0.3)

@@ -1,6 +1,6 @@
 """Attention operators for PyTorch with exact gradients: `import tiled_attention as ta`."""
 
-from . import numpy_reference, plot, reference
+from . import distributed, flash_attn, numpy_reference, plot, reference
 from .additive_attention import additive_attention, additive_attention_weights
 from .additive_module import AdditiveAttention
 from .attention import attention, dropout_mask, merge_attention
@@ -63,7 +63,9 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "convert",
+    "distributed",
     "dropout_mask",
+    "flash_attn",
     "flops",
     "gaussian_attention",
     "linear_attention",

@@ -7,20 +7,19 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
+    from . import info
     from .compare import command
     from .plot import command as pictures
 
     parser = argparse.ArgumentParser(prog="python -m tiled_attention", description="Exact attention for PyTorch.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="print build, instruction set, versions and threads")
+    info.add_arguments(commands.add_parser("info", help="print build, instruction set, versions and threads"))
     compare = commands.add_parser("compare", help="compare with F.scaled_dot_product_attention and nn.MultiheadAttention")
     command.add_arguments(compare)
     pictures.add_arguments(commands.add_parser("heatmap", help="where the tokens of a text look, in a model: a page for a browser"))
     arguments = parser.parse_args(argv)
     if arguments.command == "info":
-        from . import info
-
-        return info.run()
+        return info.run(arguments)
     if arguments.command == "heatmap":
         return pictures.run(arguments)
     return command.run(arguments)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import additive_compiled  # noqa: F401  (registrations)
 from .additive_autograd import AdditiveAttention, AdditiveWeights
-from .arguments import AdditiveArguments, real_dtype
+from .arguments import AdditiveArguments, real_dtype, without_empty_lists
 from .call import below_autograd, check_float, needs_derivatives, prepare
 from .library import ops
 from .masks import Mask
@@ -186,7 +186,7 @@ def _prepare(
 def forward_additive(args: AdditiveArguments) -> tuple[Tensor, Tensor]:
     """(out, lse) by the operator that the situation asks for."""
     if torch.compiler.is_compiling():
-        out, lse, _ = ops.additive_attention(*args, torch.is_grad_enabled())
+        out, lse, _ = ops.additive_attention(*without_empty_lists(args), torch.is_grad_enabled())
     elif needs_derivatives(args):
         out, lse, _ = AdditiveAttention.apply(*args)
     else:
@@ -197,7 +197,7 @@ def forward_additive(args: AdditiveArguments) -> tuple[Tensor, Tensor]:
 
 def weights_of_additive(args: AdditiveArguments, lse: Tensor, rows: Tensor | None = None) -> Tensor:
     """The weights of a call whose lse is known."""
-    query, key, _, *others = args
-    flat: tuple[Any, ...] = (query, key, *others, lse, rows)
     eager = not torch.compiler.is_compiling()
+    query, key, _, *others = args if eager else without_empty_lists(args)
+    flat: tuple[Any, ...] = (query, key, *others, lse, rows)
     return AdditiveWeights.apply(*flat) if eager and needs_derivatives(flat) else ops.additive_attention_weights(*flat)

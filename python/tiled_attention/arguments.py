@@ -145,6 +145,12 @@ POSITIONS = (0, 1, 2, 4, 5, 6)
 NO_TENSORS = (None,) * (TENSORS[Arguments] - 3)  # in the place of those behind value
 
 
+def without_empty_lists(args: Any) -> Any:
+    """The same call, for compiled code: a program that AOTInductor compiled hands the operator None for an empty list of integers, which is
+    refused (seen in torch 2.13)."""
+    return args._replace(intervals=tuple(args.intervals) or NO_INTERVALS, dropout_offsets=tuple(args.dropout_offsets) or (0, 0, 0, 0))
+
+
 def is_by_distance(bias: Tensor, seqlen_q: int, seqlen_kv: int) -> bool:
     """Whether `bias` is (..., num_heads or 1, 1, seqlen_q + seqlen_kv - 1), element t for the pairs with j - i = t - (seqlen_q - 1)."""
     return bias.dim() > 1 and seqlen_q > 1 and seqlen_kv > 0 and bias.shape[-2] == 1 and bias.shape[-1] == seqlen_q + seqlen_kv - 1

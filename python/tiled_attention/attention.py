@@ -246,4 +246,4 @@ def dropout_mask(
         return torch.ones((batch, num_heads, seqlen_q, seqlen_kv), dtype=torch.bool, device=device)
     nothing = torch.empty(0, device=device)
     seed = draw_seed(nothing, nothing, None, generator)
-    return ops.dropout_mask(seed, dropout_p, batch, num_heads, seqlen_q, seqlen_kv, ())
+    return ops.dropout_mask(seed, dropout_p, batch, num_heads, seqlen_q, seqlen_kv, (0, 0, 0, 0))

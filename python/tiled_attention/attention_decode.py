@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from . import decode_fake  # noqa: F401  (registrations)
-from .arguments import Arguments, real_dtype
+from .arguments import NO_INTERVALS, Arguments, real_dtype
 from .call import autocast_active, below_autograd, cast_for_autocast, check_number, check_per_head, default_scale, prepare, runs_plain
 from .library import ops
 from .lowering import lower
@@ -243,6 +243,8 @@ def decode(
     num_new = 0
     if new_key is not None or new_value is not None:
         num_new = append(key_cache, value_cache, new_key, new_value, cache_seqlens, page_table, pinned)
+    if _is_compiling():
+        intervals = tuple(intervals) or NO_INTERVALS  # as in without_empty_lists
     args = (
         *(query, key_cache, value_cache, cache_seqlens, page_table, alibi_slopes, sinks),
         *(key_lengths, documents, scale, softcap, intervals, num_new, pinned),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import varlen_compiled  # noqa: F401  (registrations)
-from .arguments import Arguments, VarlenArguments, real_dtype
+from .arguments import Arguments, VarlenArguments, real_dtype, without_empty_lists
 from .call import (
     autocast_active,
     below_autograd,
@@ -180,7 +180,7 @@ def _padded(args: VarlenArguments, mask: Mask | None) -> Arguments:
 def forward_varlen(args: VarlenArguments) -> tuple[Tensor, Tensor]:
     """(out, lse) by the operator that the situation asks for."""
     if torch.compiler.is_compiling():
-        out, lse, _ = ops.attention_varlen(*args, torch.is_grad_enabled())
+        out, lse, _ = ops.attention_varlen(*without_empty_lists(args), torch.is_grad_enabled())
     elif needs_derivatives(args):
         out, lse, _ = record_attention_varlen(args)
     else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import compiled, fake  # noqa: F401  (registrations)
-from .arguments import Arguments, real_dtype
+from .arguments import Arguments, real_dtype, without_empty_lists
 from .autograd import record_attention
 from .library import ops
 from .lowering import lower
@@ -45,7 +45,7 @@ def runs_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def forward(args: Arguments) -> tuple[Tensor, Tensor]:
     """(out, lse) by the operator that the situation asks for."""
     if _is_compiling():
-        out, lse, _ = ops.attention(*args, _is_grad_enabled())
+        out, lse, _ = ops.attention(*without_empty_lists(args), _is_grad_enabled())
     elif needs_derivatives(args):
         out, lse, _ = record_attention(args)
     else:

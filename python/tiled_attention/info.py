@@ -1,8 +1,10 @@
 """`python -m tiled_attention info`: what is installed here, and what it runs on."""
 
+import argparse
 import importlib.metadata
 import os
 import platform
+from pathlib import Path
 
 import torch
 
@@ -42,8 +44,24 @@ def _cuda() -> str:
     return library.cuda_problem or f"built for {ops._cuda_architectures()}"
 
 
-def run() -> int:
-    """Print the report; always 0."""
+def cmake_prefix_path() -> str:
+    """Where `find_package(TiledAttention)` finds it and torch: the value of CMAKE_PREFIX_PATH."""
+    return f"{Path(__file__).parent};{torch.utils.cmake_prefix_path}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--library", action="store_true", help="print only the path of the operator library, for programs that load it")
+    only.add_argument("--cmake-prefix-path", action="store_true", help="print only CMAKE_PREFIX_PATH for find_package(TiledAttention)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report, or the one line that was asked for; always 0."""
+    from . import library
+
+    if args.library or args.cmake_prefix_path:
+        print(library.path if args.library else cmake_prefix_path())
+        return 0
     rows = information()
     try:
         from rich.console import Console

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import Arguments
+from .arguments import Arguments, without_empty_lists
 from .autograd import AttentionWeights
 from .call import forward, needs_derivatives, prepare
 from .library import ops
@@ -90,9 +90,9 @@ def attention_with_weights(
 
 def weights_of(args: Arguments, lse: Tensor, *, rows: Tensor | None = None, average: bool = False) -> Tensor:
     """The weights of a call whose lse is known; with `average` their mean over heads, without the dimension of heads."""
-    query, key, _, mask, bias, alibi_slopes, _, *others = args
-    flat = (query, key, mask, bias, alibi_slopes, *others, lse, rows, average)
     eager = not torch.compiler.is_compiling()
+    query, key, _, mask, bias, alibi_slopes, _, *others = args if eager else without_empty_lists(args)
+    flat = (query, key, mask, bias, alibi_slopes, *others, lse, rows, average)
     weights = AttentionWeights.apply(*flat) if eager and needs_derivatives(flat) else ops.attention_weights(*flat)
     return weights.squeeze(-3) if average else weights
 
