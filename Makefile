@@ -31,8 +31,8 @@ LOCKED := -c $(STAMPS)/constraints.txt
 CPP := $(shell find csrc tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 PY := python tests benchmarks examples tools docs/figures setup.py
 
-.PHONY: help dev test test-fast test-native test-native-all check check-cpp check-python check-types check-tree check-example check-cuda gpu format \
-  bench compare examples docs dist clean
+.PHONY: help dev test test-fast test-native test-native-all test-torches check check-cpp check-python check-types check-tree check-example \
+  check-workflows check-cuda gpu format bench compare examples docs dist clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -47,7 +47,8 @@ help:
 	@echo 'make docs                     the documentation in build/site, and a check of its links'
 	@echo 'make examples [ARGS=NAME]     the worked examples, whole; pictures in example-results'
 	@echo 'make dev                      editable build in $(ENV)'
-	@echo 'make dist                     sdist, a wheel built from it, and that wheel tried in a fresh environment'
+	@echo 'make dist                     sdist, a wheel built from it, audited and tried in a fresh environment'
+	@echo 'make test-torches             that wheel under the oldest torch and the newest; ARGS=--install makes their environments'
 	@echo 'make clean                    remove builds and caches; remove .venv by hand'
 
 # The environment: torch where it is missing, and what builds an extension.
@@ -91,7 +92,7 @@ test-native-all: $(TEST)
 	$(PYTEST) -m native tests/native $(ARGS)
 
 # Each on its own, so that `make -k check` reports all of them.
-CHECKS := check-cpp check-python check-types check-tree check-example
+CHECKS := check-cpp check-python check-types check-tree check-example check-workflows
 check: $(CHECKS)
 $(CHECKS): $(STAMPS)/compare.txt $(STAMPS)/test.txt $(STAMPS)/dev.txt
 
@@ -110,6 +111,9 @@ check-tree:
 
 check-example:
 	$(ENV_PYTHON) examples/quickstart.py
+
+check-workflows:
+	$(ENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 check-cuda: $(STAMPS)/test.txt $(STAMPS)/cuda.txt
 	$(ENV_PYTHON) tools/check_cuda.py $(ARGS)
@@ -141,10 +145,16 @@ FRESH := build/fresh
 dist: $(STAMPS)/dev.txt
 	rm -rf dist $(FRESH)
 	$(ENV_PYTHON) -m build --no-isolation
+	$(ENV_PYTHON) tools/check_wheel.py dist/*.whl
 	$(ENV_PYTHON) -m venv $(FRESH)
 	$(FRESH)/bin/python -m pip install -qq $(LOCKED) torch dist/*.whl
 	cp examples/quickstart.py $(FRESH)
 	cd $(FRESH) && bin/python -m tiled_attention info && bin/python quickstart.py
+
+# Environments of other torches lie in build/torches, or are named: ARGS="--python PYTHON". One that is missing is a failure.
+WHEEL ?= $(firstword $(wildcard dist/*.whl) dist/*.whl)
+test-torches: $(STAMPS)/dev.txt
+	$(ENV_PYTHON) tools/check_torches.py '$(WHEEL)' $(ARGS)
 
 clean:
 	rm -rf build dist compare-results example-results $(STAMPS) .mypy_cache .pytest_cache .ruff_cache python/*.egg-info python/tiled_attention/*.so

@@ -22,6 +22,12 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
+if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    sys.exit(
+        f"tiled-attention does not support free-threaded Python, and {sys.executable} is one: it takes no wheel of the limited API (abi3), "
+        "and nothing here is tested without the GIL. Use the ordinary build of the same Python."
+    )
+
 import torch
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext

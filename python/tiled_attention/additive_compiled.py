@@ -14,6 +14,7 @@ from . import additive_derivatives as derivatives
 from . import batching
 from .additive_autograd import map_backward, map_forward, map_weights, without_value
 from .arguments import TENSORS, AdditiveArguments, AdditiveGradients, real_dtype
+from .compile_cache import register_fake
 from .compiled import ONCE, library, needs_gradient, redispatch, refuse_forward_mode, register_vmap, without_gradient
 from .fake import check, check_dtype, dense_like
 from .library import ops
@@ -178,7 +179,7 @@ for _name, _rule in (
     ("additive_attention_weights", _fake_weights),
     ("additive_attention_weights_bwd", _fake_weights_backward),
 ):
-    torch.library.register_fake(f"tiled_attention::{_name}", _rule)
+    register_fake(_name, _rule)
 
 
 def _pairs(query: Sequence[int], key: Sequence[int]) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .arguments import real_dtype
+from .compile_cache import register_fake
 from .fake import FLOATS, check_dtype, check_vector, dense_like, dtype_name
 from .library import ops
 
@@ -89,8 +90,8 @@ def _append(key: Tensor, value: Tensor, new_key: Tensor, new_value: Tensor, seql
     _check_devices(new_key, key_cache=key, value_cache=value, new_value=new_value, cache_seqlens=seqlens, page_table=table)
 
 
-torch.library.register_fake("tiled_attention::attention_decode", _decode)
-torch.library.register_fake("tiled_attention::cache_append_", _append)
+register_fake("attention_decode", _decode)
+register_fake("cache_append_", _append)
 
 
 @register_flop_formula(ops.attention_decode)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .arguments import TENSORS, Arguments, is_by_distance, real_dtype
+from .compile_cache import register_fake
 from .library import ops
 from .mask_grid import TILE
 
@@ -230,7 +231,7 @@ for _name_of_op, _rule in (
     ("_mask_dense", _mask_dense),
     ("_blocks_dense", _blocks_dense),
 ):
-    torch.library.register_fake(f"tiled_attention::{_name_of_op}", _rule)
+    register_fake(_name_of_op, _rule)
 
 
 def _pairs(query: Sequence[int], key: Sequence[int]) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .arguments import POSITIONS, TENSORS, LinearArguments, real_dtype
+from .compile_cache import register_fake
 from .fake import check_broadcasts, check_dtype, check_query_key_value, dense_like
 from .library import ops
 
@@ -109,7 +110,7 @@ for _name, _rule in (
     ("linear_attention_step", _step),
     ("linear_attention_step_", lambda *args: _step(*args)[0]),
 ):
-    torch.library.register_fake(f"tiled_attention::{_name}", _rule)
+    register_fake(_name, _rule)
 
 
 def _flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], causal: bool) -> int:

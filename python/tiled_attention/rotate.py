@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .compile_cache import register_fake
 from .compiled import library, needs_gradient, redispatch, refuse_forward_mode, register_vmap
 from .fake import check_dtype, check_table
 from .library import ops
@@ -105,10 +106,12 @@ library.impl("rotate", _rotate, "Autograd", with_keyset=True)
 register_vmap("rotate", _map)
 
 
-@torch.library.register_fake("tiled_attention::rotate")
 def _fake(rows: Tensor, table: Tensor, interleaved: bool, transposed: bool) -> Tensor:
     check_dtype("rows", rows, (torch.float32, torch.float64, torch.bfloat16, torch.float16))
     if rows.dim() < 3:
         raise ValueError(f"rows must have shape (..., num_heads, seqlen, head_dim), got {tuple(rows.shape)}")
     check_table("table", table, rows)
     return torch.empty_like(rows)
+
+
+register_fake("rotate", _fake)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compile_cache import register_fake
+
 _library = torch.library.Library("tiled_attention", "FRAGMENT")
 _library.define(
     "draw_seed(Tensor query, Tensor key, Tensor? value) -> Tensor",
@@ -28,7 +30,7 @@ def _map(info: Any, in_dims: Any, *tensors: Any) -> tuple[Tensor, None]:
 
 
 _library.impl("draw_seed", _draw, "CompositeExplicitAutograd")
-torch.library.register_fake("tiled_attention::draw_seed", lambda query, key, value: query.new_empty((), dtype=torch.int64))
+register_fake("draw_seed", lambda query, key, value: query.new_empty((), dtype=torch.int64))
 torch.library.register_vmap("tiled_attention::draw_seed", _map)
 
 

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import batching
 from .arguments import TENSORS, VarlenArguments, real_dtype
 from .autograd import pick, spread
+from .compile_cache import register_fake
 from .compiled import ONCE, library, needs_gradient, redispatch, refuse_forward_mode, refuse_moving_tables, register_vmap, without_gradient
 from .fake import check_dtype, check_query_key_value, check_tables, dense_like
 from .library import ops
@@ -111,7 +112,7 @@ for _name, _kernel, _rule in (
 ):
     library.impl(_name, _kernel, "Autograd", with_keyset=True)
     register_vmap(_name, batching.loop)
-    torch.library.register_fake(f"tiled_attention::{_name}", _rule)
+    register_fake(_name, _rule)
 
 
 def _pairs(query: Tensor, offsets_q: Tensor, offsets_kv: Tensor, max_seqlen_q: int, max_seqlen_kv: int) -> int:
