@@ -9,30 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiled_attention as ta
 import tiled_attention.distributed
-from processes import Processes, processes
+from processes import Processes, Wire, processes
 
 SIZES = (2, 4)
 HEADS, HEADS_KV, DIM, DIM_V = 4, 2, 8, 6
 # Lengths of the pieces, of at most 4 ranks: even, uneven, with empty ones at either end and in the middle.
 LENGTHS = ((16, 16, 16, 16), (70, 3, 0, 129), (0, 5, 9, 0))
-
-
-class Wire(TorchDispatchMode):
-    """The bytes that this rank hands to collectives and sends, by operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace in ("c10d", "_c10d_functional"):
-            tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
-            self.calls.append((function._schema.name.partition("::")[2], sum(x.numel() * x.element_size() for x in tensors)))
-        return function(*args, **(kwargs or {}))
 
 
 def inputs(lengths: tuple[int, ...], dtype: torch.dtype, decay: str | None, state: bool, causal: bool) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ..convert import ConvertedMultiheadAttention
 from ..multihead_attention import Columns, InProjection, MultiheadAttention, check_arguments, heads_attention, merge_masks
 
 
@@ -49,7 +50,7 @@ class HeadwiseParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if type(module) is not MultiheadAttention:
+        if type(module) not in (MultiheadAttention, ConvertedMultiheadAttention):
             raise TypeError(f"HeadwiseParallel divides a tiled_attention.MultiheadAttention, got {type(module).__name__}")
         if device_mesh.ndim != 1:
             raise ValueError(f"device_mesh must have one dimension, got {tuple(device_mesh.shape)}: take the part for tensor parallelism")
