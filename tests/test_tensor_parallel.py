@@ -63,7 +63,7 @@ def compare(modules: tuple[nn.Module, nn.Module], inputs: list[torch.Tensor], **
     for name, grad in grads.items():
         assert (grad is None) == (got_grads[name] is None), name
         if grad is not None:
-            torch.testing.assert_close(full(got_grads[name]), grad, **LIMIT, msg=lambda m, k=name: f"gradient of {k}: {m}")
+            torch.testing.assert_close(full(got_grads[name]).view(grad.shape), grad, **LIMIT, msg=lambda m, k=name: f"gradient of {k}: {m}")
 
 
 def check_calls() -> None:
@@ -107,7 +107,7 @@ def check_parameters() -> None:
     """A checkpoint, an optimiser and a clipped norm see one module."""
     whole, parts = build()
     for name, parameter in whole.state_dict().items():
-        assert torch.equal(full(parts.state_dict()[name]), parameter), name
+        assert torch.equal(full(parts.state_dict()[name]).view(parameter.shape), parameter), name
     for name, parameter in whole.named_parameters():
         share = 1 if name == "out_proj.bias" else dist.get_world_size()
         assert parts.get_parameter(name).to_local().numel() * share == parameter.numel(), name
@@ -121,7 +121,7 @@ def check_parameters() -> None:
             optimizer.step()
     torch.testing.assert_close(norms[3:], norms[:3], atol=1e-8, rtol=1e-8)
     for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(full(parts.get_parameter(name)).detach(), parameter.detach(), atol=1e-7, rtol=1e-7)
+        torch.testing.assert_close(full(parts.get_parameter(name)).detach().view(parameter.shape), parameter.detach(), atol=1e-7, rtol=1e-7)
 
 
 def check_layer() -> None:
