@@ -1,14 +1,16 @@
-"""Attention over the ranks of `torch.distributed`: `import tiled_attention.distributed`."""
+"""Attention over tensors that are divided between the ranks of a torch.distributed process group."""
 
 from typing import Any
 
+from .layout import gather_sequence, shard_sequence
 from .linear import linear_attention
+from .ring_attention import ring_attention
 
-__all__ = ["HeadwiseParallel", "linear_attention"]
+__all__ = ["HeadwiseParallel", "gather_sequence", "linear_attention", "ring_attention", "shard_sequence"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "HeadwiseParallel":  # importing DTensor takes as long as the rest
+    if name == "HeadwiseParallel":  # DTensor is imported by who uses it
         from .tensor_parallel import HeadwiseParallel
 
         return HeadwiseParallel
