@@ -220,6 +220,9 @@ class _Call:
             locals_["dropout_offsets"] = self.dropout_offsets()
         if self.averages() and "grad_weights" in locals_:
             locals_["grad_weights"] = locals_["grad_weights"] * self.share_of_heads()
+        for name in ("grad_kv", "grad_k_sum"):
+            if isinstance(locals_.get(name), Tensor) and not self.counts_states():
+                locals_[name] = torch.zeros_like(locals_[name])
         results = op(*locals_.values())
         if not self.returned:
             return None
@@ -253,6 +256,12 @@ class _Call:
     def averages(self) -> bool:
         """Whether the result is a mean over heads of which this rank has a part: then the ranks' means, weighted with their heads, add up."""
         return self.values.get("average") is True and HEADS in self.roles
+
+    def counts_states(self) -> bool:
+        """Whether gradients of states act on this rank. A state of one head is the same on all ranks of heads, whose gradients add up."""
+        shares = HEADS in self.roles and self.sizes[HEADS, True] == 1 < self.sizes[HEADS, False]
+        coordinate: Any = self.mesh.get_coordinate()
+        return not shares or not any(at for at, role in zip(coordinate, self.roles) if role == HEADS)
 
     def share_of_heads(self) -> float:
         return self.shard(HEADS)[1] / self.sizes[HEADS, False]
