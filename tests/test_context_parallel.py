@@ -1,4 +1,4 @@
-"""torch's context_parallel: served by the ring where scaled_dot_product_attention is ours, refused where a shard would count as the whole."""
+"""torch's context_parallel: served by the ring where scaled_dot_product_attention is ours, refused where a shard would seem whole."""
 
 from __future__ import annotations
 

@@ -101,7 +101,9 @@ def check_fsdp_in_16_bits() -> None:
     """Parameters and activations of bfloat16, gradients summed in float32."""
     size, x = dist.get_world_size(), batch(torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = shard(build(torch.float32), mesh=init_device_mesh("cpu", (size,)), mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    model = shard(
+        build(torch.float32), mesh=init_device_mesh("cpu", (size,)), mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False)
+    )
     losses = train(model, x.chunk(size)[dist.get_rank()])
     mean = torch.tensor(losses)
     dist.all_reduce(mean)
@@ -172,7 +174,7 @@ def test_gradient_scaling():
     x, models = batch(torch.float32), (build(torch.float32), build(torch.float32))
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
-    for step in range(3):
+    for _ in range(3):
         for model, optimizer, scales in zip(models, optimizers, (False, True)):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):

@@ -57,7 +57,12 @@ def attend(function: Any, x: dict[str, Any], given: dict[str, torch.Tensor], las
     if last:
         results, grads = [out, *after], [x["grad_out"], *x["grad_state"]]
     by_input = torch.autograd.grad(results, list(given.values()), grads)
-    return {"out": out.detach(), "kv": after.kv.detach(), "k_sum": after.k_sum.detach(), **{f"grad_{k}": g for k, g in zip(given, by_input)}}
+    return {
+        "out": out.detach(),
+        "kv": after.kv.detach(),
+        "k_sum": after.k_sum.detach(),
+        **{f"grad_{k}": g for k, g in zip(given, by_input)},
+    }
 
 
 def piece(x: dict[str, Any], lengths: tuple[int, ...], rank: int) -> dict[str, Any]:
@@ -80,7 +85,9 @@ def check_equal(lengths: tuple[int, ...], dtype: torch.dtype, decay: str | None,
     limit = {"atol": 1e-9, "rtol": 1e-9} if dtype == torch.float64 else {"atol": 2e-4, "rtol": 2e-3}
     for name in ("out", "grad_query", "grad_key", "grad_value", "grad_log_decay"):
         if name in want:
-            torch.testing.assert_close(got[name], want[name][:, :, begin : begin + lengths[rank]], **limit, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                got[name], want[name][:, :, begin : begin + lengths[rank]], **limit, msg=lambda m, n=name: f"{n}: {m}"
+            )
     for name in ("kv", "k_sum"):
         if rank == size - 1 or not causal:
             torch.testing.assert_close(got[name], want[name], **limit)
@@ -349,5 +356,3 @@ def test_a_late_rank_hears_that_the_others_gave_up():
         assert second == f"distributed.linear_attention: rank 0 refused its call: gave up, since {first}"
     finally:
         group.close()
-
-

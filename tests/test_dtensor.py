@@ -16,7 +16,9 @@ from processes import Wire, processes
 BATCH, HEADS, HEADS_KV, N, DIM = 4, 4, 2, 12, 8
 # Of the tensors of a call: the dimension of batch items and that of heads, None where there is none.
 DIMS: dict[str, tuple[int | None, int | None]] = {
-    **dict.fromkeys(("query", "key", "value", "log_decay", "kv", "k_sum", "new_key", "new_value", "key_cache", "value_cache", "mask"), (0, 1)),
+    **dict.fromkeys(
+        ("query", "key", "value", "log_decay", "kv", "k_sum", "new_key", "new_value", "key_cache", "value_cache", "mask"), (0, 1)
+    ),
     **dict.fromkeys(("alibi_slopes", "sinks", "bandwidth"), (None, 0)),
     **dict.fromkeys(("packed_query", "packed_key", "packed_value"), (None, 1)),
     "bias": (None, 1),
@@ -89,7 +91,14 @@ CALLS: dict[str, Callable[[Tensors], Any]] = {
     "linear, causal": lambda t: _linear(t),
     "linear, step": lambda t: _step(t),
 }
-UNGROUPED = ("attention", "attention, bias", "attention, dropout", "weights", "additive", "linear, causal")  # also with as many heads, and one
+UNGROUPED = (
+    "attention",
+    "attention, bias",
+    "attention, dropout",
+    "weights",
+    "additive",
+    "linear, causal",
+)  # also with as many heads, and one
 
 
 def _linear(t: Tensors) -> tuple[torch.Tensor, ...]:
@@ -133,7 +142,9 @@ def run(
     return outs, dict(zip(leaves, by_leaf))
 
 
-def compare(name: str, whole: Tensors, mesh: Any, sharded: tuple[str, ...], placements: Callable[[str], list[Placement]] | None = None) -> int:
+def compare(
+    name: str, whole: Tensors, mesh: Any, sharded: tuple[str, ...], placements: Callable[[str], list[Placement]] | None = None
+) -> int:
     """The call on DTensors against the call on whole tensors, with and without gradients. Returns how often ranks communicated."""
     call = CALLS[name]
     with torch.no_grad():
@@ -160,7 +171,9 @@ def compare(name: str, whole: Tensors, mesh: Any, sharded: tuple[str, ...], plac
     for at, (x, y, z) in enumerate(zip(want, outs, quiet)):
         assert y.shape == x.shape and z.shape == x.shape, f"{name}: shape {y.shape} of result {at}, not {x.shape}"
         for got in (y, z):
-            torch.testing.assert_close(got.full_tensor(), x.detach(), atol=1e-10, rtol=1e-10, msg=lambda m, k=at: f"{name}, result {k}: {m}")
+            torch.testing.assert_close(
+                got.full_tensor(), x.detach(), atol=1e-10, rtol=1e-10, msg=lambda m, k=at: f"{name}, result {k}: {m}"
+            )
     for key, grad in want_grads.items():
         got = got_grads[key]
         assert isinstance(got, DTensor) and got.shape == grad.shape, f"{name}: gradient of {key}"
@@ -231,7 +244,9 @@ def check_block_lists() -> None:
         want = ta.attention(t["query"], t["key"], t["value"], mask=mask)
         for dim in (0, 1):
             with Wire() as communicated:
-                got = ta.attention(*(distribute_tensor(t[n], mesh, [Shard(dim)], src_data_rank=None) for n in ("query", "key", "value")), mask=mask)
+                got = ta.attention(
+                    *(distribute_tensor(t[n], mesh, [Shard(dim)], src_data_rank=None) for n in ("query", "key", "value")), mask=mask
+                )
             assert not communicated.calls
             torch.testing.assert_close(got.full_tensor(), want, atol=1e-10, rtol=1e-10)
 

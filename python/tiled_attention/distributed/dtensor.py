@@ -97,7 +97,7 @@ class _Call:
                     raise ValueError(f"{name} must be on the mesh of the others, {self.mesh}, got {value.device_mesh}")
             elif isinstance(value, Tensor) and (value.requires_grad or name in (leader, "key", "value", "key_cache", "value_cache")):
                 raise ValueError(
-                    f"{name} must be a DTensor on {self.mesh}, as other tensors of the call are, got a plain tensor: distribute_tensor makes one"
+                    f"{name} must be a DTensor on {self.mesh}, as other tensors of the call are, got a plain tensor: see distribute_tensor"
                 )
 
     def layout(self, name: str) -> Layout:
@@ -194,7 +194,7 @@ class _Call:
         return value.redistribute(placements=wanted).to_local()
 
     def shard(self, role: Role) -> tuple[int, int]:
-        """Where the shard of this rank begins in the dimension of the role, and its size: as torch.chunk cuts, mesh dimension by dimension."""
+        """Where the shard of this rank begins in the dimension of the role, and its size: as torch.chunk cuts, dimension by dimension."""
         begin, size = 0, self.sizes[role, False]
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
@@ -236,7 +236,8 @@ class _Call:
         """The result `at` of this rank, as the shard, the copy or the summand of the whole that it is."""
         gradient = name.startswith("grad_")
         layout = self.layout(name.removeprefix("grad_") if gradient else name)
-        shape, placements = list(local.shape), [Replicate()] * self.mesh.ndim
+        shape = list(local.shape)
+        placements: list[Placement] = [Replicate()] * self.mesh.ndim
         is_left_out = not self.values["gradients"] >> at & 1 if gradient else local.dim() == 1 and local.numel() == 0
         averages = self.averages() and name == "out"
         for mesh_dim, role in enumerate(self.roles):
@@ -254,7 +255,7 @@ class _Call:
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=_strides(shape, local))
 
     def averages(self) -> bool:
-        """Whether the result is a mean over heads of which this rank has a part: then the ranks' means, weighted with their heads, add up."""
+        """Whether the result is a mean over heads of which this rank has a part: the ranks' means, weighted with their heads, add up."""
         return self.values.get("average") is True and HEADS in self.roles
 
     def counts_states(self) -> bool:

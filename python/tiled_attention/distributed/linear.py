@@ -24,8 +24,8 @@ from .peers import Peers, Pending
 
 _CALL = "distributed.linear_attention"
 _ONCE = (
-    f"{_CALL} is differentiated once, in reverse mode: no create_graph, forward mode or torch.func; use tiled_attention.linear_attention on "
-    "the whole sequence"
+    f"{_CALL} is differentiated once, in reverse mode: no create_graph, forward mode or torch.func; use "
+    "tiled_attention.linear_attention on the whole sequence"
 )
 State = tuple[Tensor, Tensor]
 
@@ -95,8 +95,8 @@ def linear_attention(
         query: (..., num_heads, seqlen_q, head_dim), the piece of this rank.
         key: (..., num_heads_kv, seqlen_kv, head_dim); with causal=True seqlen_kv is seqlen_q, of this rank.
         value: (..., num_heads_kv, seqlen_kv, head_dim_v).
-        group: a process group or a mesh of one dimension, all of whose ranks call: on CPU tensors over gloo, on CUDA tensors over NCCL. None:
-            the default group.
+        group: a process group or a mesh of one dimension, all of whose ranks call: on CPU tensors over gloo, on CUDA tensors over NCCL.
+            None: the default group.
         feature_map, causal, normalize, scale: as in `ta.linear_attention`, the same on all ranks.
         key_mask: of the keys of this rank.
         log_decay: of the tokens of this rank; either on all ranks or on none.
@@ -109,21 +109,21 @@ def linear_attention(
     Returns:
         out (..., num_heads, seqlen_q, head_dim_v) of the queries of this rank; with `return_state` (out, state).
 
-    Differentiable once, in reverse mode, in query, key, value, log_decay and initial_state, through out and the returned state. All ranks must
-    run backward, each for what it returned: a loss that reaches one rank alone makes the others wait for it, and then fail.
+    Differentiable once, in reverse mode, in query, key, value, log_decay and initial_state, through out and the returned state. All ranks
+    must run backward, each for what it returned: a loss that reaches one rank alone makes the others wait for it, and then fail.
 
     Raises:
         ValueError, TypeError: naming the argument; on every rank, where ranks disagree on shapes, dtypes or options.
         RuntimeError: naming the rank that did not make the call within `timeout`, was lost in it or refused it, on every other rank.
 
-    Source: Katharopoulos et al., Transformers are RNNs (2020), section 3.3, for the state; states as the only thing that crosses devices: Sun et
-    al., Linear attention sequence parallelism (2024), section 3.
+    Source: Katharopoulos et al., Transformers are RNNs (2020), section 3.3, for the state; states as what crosses devices: Sun et al.,
+    Linear attention sequence parallelism (2024).
     """
     peers = Peers(group, query.device if isinstance(query, Tensor) else torch.device("cpu"), timeout)
-    options = {"feature_map": feature_map, "causal": causal, "normalize": normalize, "scale": scale, "key_mask": key_mask}
+    options: dict[str, Any] = {"feature_map": feature_map, "causal": causal, "normalize": normalize, "scale": scale, "key_mask": key_mask}
     if peers.size == 1:
         options |= {"log_decay": log_decay, "initial_state": initial_state, "return_state": return_state}
-        return _of_one_process(query, key, value, **options)  # type: ignore[no-any-return, call-overload]
+        return _of_one_process(query, key, value, **options)
     with roll_call.reporting(peers, _CALL):
         args = prepare(
             query,
@@ -203,7 +203,7 @@ class _Causal(torch.autograd.Function):
         args = LinearArguments(*inputs)
         results, with_state = _Causal.run(peers, args)
         save(ctx, with_state)
-        ctx.peers, ctx.given = peers, LinearGradients(*(None if x is None else (x.shape, x.dtype) for x in pick(args, LinearGradients)))
+        ctx.peers, ctx.given = peers, [None if x is None else (x.shape, x.dtype) for x in (args.initial_kv, args.initial_k_sum)]
         ctx.set_materialize_grads(True)
         return results
 
@@ -221,14 +221,16 @@ class _Causal(torch.autograd.Function):
             if added is not None:
                 sent = _send(peers, peers.rank - 1, _plus(added, _decayed(received, args.log_decay)))
             after = _plus(after, received)
-        grads = _gradients((grad_out, *after), args, for_state if _is_last(peers) else wanted if _is_first(peers) else _without_state(wanted))
+        grads = _gradients(
+            (grad_out, *after), args, for_state if _is_last(peers) else wanted if _is_first(peers) else _without_state(wanted)
+        )
         if _is_last(peers):
             sent = _send(peers, peers.rank - 1, grads[4:])
         results = LinearGradients(*(grad if want else None for grad, want in zip(grads, wanted)))
         if not _is_first(peers):  # what was given for the initial state acts on nothing here
             unread = (
                 torch.zeros(given[0], dtype=given[1], device=grad_out.device) if want and given else None
-                for given, want in zip(ctx.given[4:], wanted[4:])
+                for given, want in zip(ctx.given, wanted[4:])
             )
             results = LinearGradients(*results[:4], *unread)
         if sent is not None:
@@ -258,20 +260,25 @@ class _Full(torch.autograd.Function):
         peers, (args, state) = ctx.peers, saved(ctx)
         _begin_backward(peers)
         wanted = pick(ctx.needs_input_grad[1:], LinearGradients)
-        reads = LinearGradients(wanted.query, False, False, False, True, True)
+        reads = _wanted(query=wanted.query, initial_kv=True, initial_k_sum=True)
         by_query, _, _, _, *by_sum = _gradients((grad_out, None, None), _reading(args, state), reads)
-        by_sum = _summed(peers, _plus(by_sum, by_state), args)
-        keys = LinearGradients(False, wanted.key, wanted.value, False, False, False)
-        _, by_key, by_value, *_ = _gradients((None, *by_sum), _without_queries(args), keys)
+        total = _summed(peers, _plus(by_sum, by_state), args)
+        keys = _wanted(key=wanted.key, value=wanted.value)
+        _, by_key, by_value, *_ = _gradients((None, *total), _without_queries(args), keys)
         grads = LinearGradients(by_query, by_key, by_value, None, None, None)
         return (None, *spread([grad if want else None for grad, want in zip(grads, wanted)], LinearArguments))
 
 
-_STATE_ALONE = LinearGradients(False, False, False, False, True, True)  # type: ignore[arg-type]
+def _wanted(**wants: Any) -> Any:
+    """Which gradients are wanted: True for each of these."""
+    return LinearGradients(*(wants.get(name, False) for name in LinearGradients._fields))
 
 
-def _without_state(wanted: LinearGradients) -> LinearGradients:
-    return wanted._replace(initial_kv=False, initial_k_sum=False)  # type: ignore[arg-type]
+_STATE_ALONE = _wanted(initial_kv=True, initial_k_sum=True)
+
+
+def _without_state(wanted: Any) -> Any:
+    return wanted._replace(initial_kv=False, initial_k_sum=False)
 
 
 def _begin_backward(peers: Peers) -> None:
@@ -286,7 +293,7 @@ def _forward(args: LinearArguments) -> tuple[Tensor, Tensor, Tensor]:
         return ops.linear_attention_fwd(*args)
 
 
-def _gradients(grads: Any, args: LinearArguments, wanted: LinearGradients) -> tuple[Tensor, ...]:
+def _gradients(grads: Any, args: LinearArguments, wanted: Any) -> tuple[Tensor, ...]:
     """The results of linear_attention_bwd; without the gradients of a state where the call has none."""
     if args.initial_kv is None:
         wanted = _without_state(wanted)
@@ -323,7 +330,7 @@ def _reading(args: LinearArguments, state: State) -> LinearArguments:
 def _decayed(state: Any, log_decay: Tensor | None) -> State:
     """A state, or the gradient of one, over all tokens of this rank. A gate that forgets leaves nothing, whatever was there."""
     if log_decay is None:
-        return state  # type: ignore[no-any-return]
+        return state
     factor, forgets = log_decay.sum(-2).exp(), (log_decay.exp() == 0).any(-2)  # (..., heads, 1 or head_dim)
     kv = torch.where(forgets[..., None], 0.0, state[0] * factor[..., None])
     return kv, torch.where(forgets, 0.0, state[1] * factor)

@@ -1,8 +1,8 @@
 """A roll call of the ranks of a group before they exchange data: all of them are here, in time, with calls that fit together.
 
-It goes through the store of the group, not through its connections, so that nothing but the data itself is sent between ranks. Those that are
-missing, refused their call or made another one are named on every rank before any of them waits for data that does not come, or that does
-not fit into its buffer.
+It goes through the store of the group, not through its connections, so that nothing but the data itself is sent between ranks. Those that
+are missing, refused their call or made another one are named on every rank before any of them waits for data that does not come, or that
+does not fit into its buffer.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class HeadwiseParallel(ParallelStyle):
     embed_dim), of which the second is divided. The values of rank 0 are taken. FSDP2 may shard the result over another mesh dimension.
 
     Args:
-        input_layouts: how inputs that are plain tensors lie on the mesh: `Replicate()`, the same on all ranks, or `Shard(dim)`, then they are
-            gathered. Default `Replicate()`.
+        input_layouts: how inputs that are plain tensors lie on the mesh: `Replicate()`, the same on all ranks, or `Shard(dim)`, then they
+            are gathered. Default `Replicate()`.
         output_layouts: how the output is to lie: `Replicate()`, by an all-reduce, or `Shard(dim)`, by a reduce-scatter. Default
             `Replicate()`.
         use_local_output: return the local plain tensor rather than a DTensor. Default True.
@@ -49,7 +49,7 @@ class HeadwiseParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if type(module) not in (MultiheadAttention, ConvertedMultiheadAttention):
+        if not isinstance(module, MultiheadAttention) or type(module) not in (MultiheadAttention, ConvertedMultiheadAttention):
             raise TypeError(f"HeadwiseParallel divides a tiled_attention.MultiheadAttention, got {type(module).__name__}")
         if device_mesh.ndim != 1:
             raise ValueError(f"device_mesh must have one dimension, got {tuple(device_mesh.shape)}: take the part for tensor parallelism")
@@ -71,7 +71,8 @@ class HeadwiseParallel(ParallelStyle):
                 module.register_parameter(name, nn.Parameter(shards, requires_grad=parameter.requires_grad))
         rows = RowwiseParallel(output_layouts=self.output_layouts, use_local_output=self.use_local_output)
         rows.src_data_rank = self.src_data_rank
-        parallelize_module(module.out_proj, device_mesh, rows)
+        out_proj: nn.Module = module.out_proj
+        parallelize_module(out_proj, device_mesh, rows)
         module.__class__ = HeadwiseMultiheadAttention
         module.input_layouts, module.mesh = self.input_layouts, device_mesh  # type: ignore[assignment]
         return module
@@ -139,7 +140,9 @@ class HeadwiseMultiheadAttention(MultiheadAttention):
         if self.in_proj_weight is None:
             return InProjection(None, _local(self.q_proj_weight), _local(self.k_proj_weight), _local(self.v_proj_weight), bias)
         weights: Any = _local(self.in_proj_weight)  # (3, embed_dim / ranks, embed_dim)
-        return InProjection(weights.flatten(0, 1), None, None, None, bias) if is_one else InProjection(None, *weights.unbind(), bias)
+        if is_one:
+            return InProjection(weights.flatten(0, 1), None, None, None, bias)
+        return InProjection(None, weights[0], weights[1], weights[2], bias)
 
 
 def _local(parameter: Any) -> Any:
