@@ -145,6 +145,14 @@ def test_layouts_divide_the_sequence():
     assert runs_of((4, 4), "zigzag", "x") == (((0, 2, 0), (6, 8, 2)), ((2, 6, 0),))
 
 
+def test_errors_and_memory_of_four_ranks_stay_in_their_limits():
+    """n 8192, forward and backward: what benchmarks/distributed.py holds against one process."""
+    script = Path(__file__).parent.parent / "benchmarks/distributed.py"
+    command = [sys.executable, str(script), "--heads", "1", "--heads-kv", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_without_a_group():
     x = torch.zeros(1, 1, 4, 4)
     for call in (

@@ -37,9 +37,11 @@ def checked(query: Any, key: Any, value: Any, mask: Any, bias: Any, rotary: Any,
     for name, tensor in (("key", args.key), ("value", args.value), ("alibi_slopes", args.alibi_slopes), ("sinks", args.sinks)):
         if tensor is not None and tensor.device != args.query.device:
             raise ValueError(f"{name} must be on the device of query ({args.query.device}), got {tensor.device}")
-    offset = options[-1]
+    offset: int | Tensor | None = None
     if args.query_offset is not None:
         offset = args.query_offset.view(args.query.shape[:-3])
+    elif options[-1] is not None:
+        offset = int(args.intervals[0])
     if rotary is not None:
         check_rotary(rotary, query=args.query, key=args.key)
     if mask is not None and not isinstance(mask, (Mask, Tensor)):
