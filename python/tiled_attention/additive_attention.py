@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import additive_compiled  # noqa: F401  (registrations)
 from .additive_autograd import AdditiveAttention, AdditiveWeights
@@ -197,7 +198,8 @@ def forward_additive(args: AdditiveArguments) -> tuple[Tensor, Tensor]:
 
 def weights_of_additive(args: AdditiveArguments, lse: Tensor, rows: Tensor | None = None) -> Tensor:
     """The weights of a call whose lse is known."""
-    eager = not torch.compiler.is_compiling()
+    # As for attention.
+    eager = not torch.compiler.is_compiling() and not is_traceable_wrapper_subclass(args.query)
     query, key, _, *others = args if eager else without_empty_lists(args)
     flat: tuple[Any, ...] = (query, key, *others, lse, rows)
     return AdditiveWeights.apply(*flat) if eager and needs_derivatives(flat) else ops.additive_attention_weights(*flat)
