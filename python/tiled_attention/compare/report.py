@@ -261,6 +261,60 @@ def training_table(training: Mapping[str, Any]) -> Table:
     return _table("nn.TransformerEncoder in training", "step, loss, loss converted", lines, caption=caption)
 
 
+def distributed_tables(results: Mapping[str, Any]) -> list[Table]:
+    """Of `compare --distributed`: parity with one process, work, memory, time and traffic of the ranks."""
+    ranks, parity = results["ranks"], results["parity"]
+
+    def line(row: Mapping[str, Any]) -> list[str]:
+        numbers = [_number(row[name]) for name in ("one_process", "tiled", "limit")]
+        return [row["case"], row["dtype"], row["tensor"], *numbers, _mark(row["passed"])]
+
+    def judged(row: Mapping[str, Any]) -> str:
+        return "-" if row["passed"] is None else _mark(row["passed"])
+
+    def kibibytes(values: Sequence[int] | None) -> str:
+        return "-" if values is None else f"{max(values) / 2**10:.1f}"
+
+    shown = [*_nearest_to_limit(parity), *(row for row in parity if not row["passed"])]
+    caption = (
+        f"{len(parity)} tensors, {sum(row['passed'] for row in parity)} within their limit; one process: its own distance from float64; "
+        "ranks: theirs from it"
+    )
+    title = f"{ranks} ranks: largest distance from one process, of the tensor nearest to its limit"
+    tables = [_table(title, "case, dtype, tensor, one process, ranks, limit, within", map(line, shown), left=3, caption=caption)]
+    work = (
+        [row["layout"], str(row["n"]), *(f"{share:.3f}" for share in (min(row["shares"]), max(row["shares"]))), judged(row)]
+        for row in results["work"]
+    )
+    tables.append(_table("Causal pairs of a rank, over the mean", "positions, n, least, most, within", work))
+
+    measured = (
+        [
+            *(row["operator"], str(row["n"])),
+            *(f"{value / 2**20:.1f}" for value in (row["one_bytes"], max(row["bytes"]), row["limit"])),
+            judged(row),
+            *(_milliseconds(row[name]) for name in ("one_seconds", "seconds")),
+            *(kibibytes(row["sent"][name]) for name in ("forward", "backward")),
+        ]
+        for row in results["measured"]
+    )
+    columns = "operator, n, one MiB, rank MiB, limit, within, one ms, ranks ms, KiB sent forward, backward"
+    caption = (
+        f"batch 1, {results['num_heads']} heads of {results['head_dim']}, float32, causal, forward and backward; MiB: above the baseline of "
+        f"the interpreter, the most of any rank; {results['machine']['threads']} threads in one process, and shared out to the ranks; "
+        "KiB: the most that any rank sent; - where it is too small to judge or not counted"
+    )
+    return [*tables, _table("Memory, time and traffic", columns, measured, caption=caption)]
+
+
+def _verdict(console: Console, results: Mapping[str, Any], held: str) -> None:
+    for line in machine_lines(results["machine"]):
+        console.print(line, highlight=False)
+    for failure in results["failures"]:
+        console.print(f"[bold red]{failure}[/]")
+    console.print("[bold red]Something is broken: see above.[/]" if results["failures"] else f"[bold green]{held}[/]")
+
+
 def show(console: Console, results: Mapping[str, Any]) -> None:
     """Everything that was measured, and the verdict."""
     parts: list[Table | str] = list(parity_tables(results["parity"]))
@@ -275,9 +329,12 @@ def show(console: Console, results: Mapping[str, Any]) -> None:
     for part in parts:
         console.print(part)
         console.print()
-    for line in machine_lines(results["machine"]):
-        console.print(line, highlight=False)
-    for failure in results["failures"]:
-        console.print(f"[bold red]{failure}[/]")
-    held = "[bold green]All limits hold; every replaced layer was served.[/]"
-    console.print("[bold red]Something is broken: see above.[/]" if results["failures"] else held)
+    _verdict(console, results, "All limits hold; every replaced layer was served.")
+
+
+def show_distributed(console: Console, results: Mapping[str, Any]) -> None:
+    """The same of `compare --distributed`."""
+    for table in distributed_tables(results):
+        console.print(table)
+        console.print()
+    _verdict(console, results, "All limits hold.")

@@ -1,0 +1,179 @@
+"""`compare --distributed N`: attention over sequences that N ranks share, beside one process: results, memory, time, traffic."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..testing import largest, rounding
+from . import sharded
+from .machine import dtype_name
+from .rank import MEASURED_DIM, MEASURED_HEADS
+from .ranks import launch
+
+SMALL_PARITY, FULL_PARITY = 131, 517  # shards of different lengths
+SMALL_MEASURED, FULL_MEASURED = (1024,), (2048, 8192)
+OPERATORS = ("linear", "ring")
+# The distance from one process, in roundings: each of the two results may be one away from the truth.
+ROUNDINGS = 2.0
+# Memory is judged from here on: the buffers of sockets and threads do not grow with the sequence.
+JUDGED_BYTES = 32 * 2**20
+MEMORY_SLACK = 1.1
+MOST_WORK = 1.05  # causal pairs of a rank over the mean, in zigzag
+
+
+def problem() -> str | None:
+    """Why this torch cannot start ranks, if it cannot."""
+    if not dist.is_available() or not dist.is_gloo_available():
+        return "this torch is built without torch.distributed and gloo"
+    return None
+
+
+def _on_ranks(job: Mapping[str, Any], num_ranks: int) -> list[dict[str, Any]]:
+    """What each rank found."""
+    with tempfile.TemporaryDirectory(prefix="compare-") as folder:
+        launch(["-m", f"{__package__}.rank", json.dumps(job), folder], num_ranks, threads=job["threads"])
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(num_ranks)]
+
+
+def _on_one(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of one process without ranks."""
+    with tempfile.TemporaryDirectory(prefix="compare-") as folder:
+        done = subprocess.run([sys.executable, "-m", f"{__package__}.rank", json.dumps(job), folder], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"one process with {job} failed with code {done.returncode}:\n{done.stderr}")
+        return dict(torch.load(Path(folder) / "0.pt", weights_only=True))
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Largest absolute difference; infinite where the patterns of finite numbers differ."""
+    a, b = a.double(), b.double()
+    if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
+        return torch.inf
+    return largest(torch.where(b.isfinite(), a - b, 0.0))
+
+
+def parity_rows(n: int, found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row per tensor of each call: how far the ranks are from one process, beside how far that is from float64."""
+    rows = []
+    for index, case in enumerate(sharded.cases(n, len(found))):
+        ranks = sharded.whole([part["parity"][index] for part in found])
+        one, exact = sharded.alone(case), sharded.alone(case, torch.float64)
+        for name, true in exact.items():
+            own = _distance(one[name], true)
+            allowed = ROUNDINGS * max(own, rounding(true, one[name].dtype))
+            difference = _distance(ranks[name], one[name])
+            rows.append(
+                {
+                    "case": case.name,
+                    "dtype": dtype_name(case.case.dtype),
+                    "n": n,
+                    "tensor": name,
+                    "one_process": own,
+                    "tiled": difference,
+                    "limit": allowed,
+                    "passed": difference <= allowed,
+                }
+            )
+    return rows
+
+
+def work_rows(n: int, found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Causal pairs of each rank over their mean, by how the sequence is shared."""
+    rows = []
+    cases = sharded.cases(n, len(found))
+    for name in ("causal", "causal, one piece a rank"):
+        index = next(index for index, case in enumerate(cases) if case.name == name)
+        pairs = [int((part["parity"][index]["positions"] + 1).sum()) for part in found]
+        mean = sum(pairs) / len(pairs)
+        shares = [count / mean for count in pairs]
+        passed = max(shares) <= MOST_WORK if cases[index].layout == "zigzag" else None
+        rows.append({"layout": cases[index].layout, "n": n, "shares": shares, "limit": MOST_WORK, "passed": passed})
+    return rows
+
+
+def _measured_row(operator: str, n: int, one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    num_ranks = len(ranks)
+    shard = MEASURED_HEADS * (n // num_ranks) * MEASURED_DIM * 4  # of query, key, value or one of their gradients
+    most = max(row["bytes"] for row in ranks)
+    # Two shards of keys and values, and two of their gradients, are under way.
+    allowed = MEMORY_SLACK * (one["bytes"] / num_ranks + 2 * (2 * shard) + 2 * (2 * shard))
+    sent = {name: [row["sent"][name] for row in ranks] for name in ("forward", "backward")}
+    return {
+        "operator": operator,
+        "n": n,
+        "one_bytes": one["bytes"],
+        "bytes": [row["bytes"] for row in ranks],
+        "limit": allowed,
+        "passed": most <= allowed if one["bytes"] >= JUDGED_BYTES else None,
+        "one_seconds": sorted(one["seconds"])[len(one["seconds"]) // 2],
+        "seconds": sorted(map(max, zip(*(row["seconds"] for row in ranks))))[len(one["seconds"]) // 2],
+        "sent": {name: None if None in values else values for name, values in sent.items()},
+    }
+
+
+def failures(results: Mapping[str, Any]) -> list[str]:
+    """What breaks a limit, one line each."""
+    found = [
+        f"parity: {row['case']}, {row['dtype']}, {row['tensor']}: {row['tiled']:.2e} from one process, above {row['limit']:.2e}"
+        for row in results["parity"]
+        if not row["passed"]
+    ]
+    found += [
+        f"work: {row['layout']}, n = {row['n']}: {max(row['shares']):.3f} times the mean on a rank, above {row['limit']}"
+        for row in results["work"]
+        if row["passed"] is False
+    ]
+    return found + [
+        f"memory: {row['operator']}, n = {row['n']}: {max(row['bytes']) / 2**20:.1f} MiB on a rank, above {row['limit'] / 2**20:.1f}"
+        for row in results["measured"]
+        if row["passed"] is False
+    ]
+
+
+def jobs(quick: bool, sizes: Sequence[int] | None, num_ranks: int, threads: int, timeout: float) -> list[dict[str, Any]]:
+    """What one start of the ranks does, and the next: every length is measured in fresh processes, but for `quick`."""
+    measured = [
+        [{"operator": operator, "n": n - n % num_ranks} for operator in OPERATORS]
+        for n in sizes or (SMALL_MEASURED if quick else FULL_MEASURED)
+    ]
+    parity = max(sizes) if sizes else SMALL_PARITY if quick else FULL_PARITY
+    starts = [[row for rows in measured for row in rows]] if quick else measured
+    shared = {"threads": max(1, threads // num_ranks), "timeout": timeout}
+    return [shared | {"measured": rows, "parity": parity if rows is starts[-1] else None} for rows in starts]
+
+
+def run(quick: bool, sizes: Sequence[int] | None, num_ranks: int, threads: int, timeout: float, console: Any) -> dict[str, Any]:
+    """All of it; the fields of the result are those of the JSON."""
+    from rich.progress import Progress
+
+    from .machine import describe
+
+    torch.set_num_threads(threads)
+    results: dict[str, Any] = {"version": 1, "quick": quick, "ranks": num_ranks, "machine": describe(threads)}
+    results |= {"num_heads": MEASURED_HEADS, "head_dim": MEASURED_DIM, "parity": [], "work": [], "measured": []}
+    plan, start = jobs(quick, sizes, num_ranks, threads, timeout), time.perf_counter()
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(f"{num_ranks} ranks", total=2 * len(plan) + 1)
+        for job in plan:
+            found = _on_ranks(job, num_ranks)
+            progress.advance(task)
+            one = _on_one(job | {"threads": threads, "parity": None})
+            progress.advance(task)
+            for index, row in enumerate(one["measured"]):
+                results["measured"].append(_measured_row(row["operator"], row["n"], row, [part["measured"][index] for part in found]))
+            if job["parity"]:
+                results["parity"] = parity_rows(job["parity"], found)
+                results["work"] = work_rows(job["parity"], found)
+                progress.advance(task)
+    results["seconds"] = {"distributed": time.perf_counter() - start}
+    results["failures"] = failures(results)
+    return results
