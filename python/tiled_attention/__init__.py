@@ -1,6 +1,6 @@
 """Attention operators for PyTorch with exact gradients: `import tiled_attention as ta`."""
 
-from . import numpy_reference, plot, reference
+from . import distributed, numpy_reference, plot, reference
 from .additive_attention import additive_attention, additive_attention_weights
 from .additive_module import AdditiveAttention
 from .attention import attention, dropout_mask, merge_attention
@@ -63,6 +63,7 @@ __all__ = [
     "attention_varlen",
     "attention_weights",
     "convert",
+    "distributed",
     "dropout_mask",
     "flops",
     "gaussian_attention",

@@ -23,12 +23,10 @@ from .library import ops
 from .mask_grid import TILE
 from .mask_rules import NO_INTERVALS, UNBOUNDED, Rule
 from .masks import Mask, Or
+from .parts import adds_in_place, joined, lse_limit
 from .sparse_masks import Dilated, Strided
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
-_CPU_ADDS = torch._C._dispatch_has_kernel_for_dispatch_key(
-    "tiled_attention::_attention_fwd_add_", "CPU"
-)  # not in a build of emulated CUDA kernels
 
 
 class Pattern(NamedTuple):
@@ -189,7 +187,7 @@ def _merged(args: Arguments, pattern: Pattern, with_residual: bool) -> tuple[Ten
 def _adds_in_place(args: Arguments, step: int) -> bool:
     """Whether the kernels add to the rows of a residue class where they lie: nothing has to fill the classes up."""
     whole = not any(length % step for length in (_offset(args), args.query.shape[-2], args.key.shape[-2]))
-    return whole and args.query.device.type == "cpu" and _CPU_ADDS
+    return whole and adds_in_place(args.query)
 
 
 def _add_in_place(args: Arguments, piece: _Piece, out: Tensor, lse: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,23 +200,10 @@ def _add_in_place(args: Arguments, piece: _Piece, out: Tensor, lse: Tensor, resi
 
 def _add(args: Arguments, piece: _Piece, out: Tensor, lse: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     part, front = _arguments(args, piece, False)
-    rounds, seqlen_q = residual.dim() > 1, args.query.shape[-2]
-    other, other_lse, other_residual = ops.attention_fwd(*part, rounds)
-    if rounds:
-        out, other = out.to(lse.dtype) + residual, other.to(lse.dtype) + other_residual
-    other, other_lse = _join(other, front, seqlen_q), _join(other_lse[..., None], front, seqlen_q)[..., 0]
-    total_lse = torch.logaddexp(lse, other_lse)
-    shift = torch.where(total_lse == -math.inf, 0.0, total_lse)
-    total = out.mul_((lse - shift).exp_()[..., None]).addcmul_(other, (other_lse - shift).exp_()[..., None])
-    if not rounds:
-        return total, total_lse, residual
-    out = total.to(residual.dtype)
-    return out, total_lse, total.sub_(out).to(residual.dtype)
-
-
-def _lse_limit(dtype: torch.dtype) -> float:
-    """Beyond this, the operator normalises rows again from the keys of its own call: lse_is_coarse() of csrc/cpu/softmax_block.h."""
-    return (1024 if dtype in (torch.bfloat16, torch.float16) else 64) * 0.99 * math.log(2)
+    seqlen_q = args.query.shape[-2]
+    other, other_lse, other_residual = ops.attention_fwd(*part, residual.dim() > 1)
+    other, other_residual = (_join(x, front, seqlen_q) if x.dim() > 1 else x for x in (other, other_residual))
+    return joined(out, lse, residual, other, _join(other_lse[..., None], front, seqlen_q)[..., 0], other_residual)
 
 
 class _Attention(torch.autograd.Function):
@@ -242,7 +227,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * 5 + nothing
         if torch.is_grad_enabled():
             return (*_recorded(args, pattern, grad_out, grad_lse, needed, True), *nothing)
-        limit = _lse_limit(out.dtype)
+        limit = lse_limit(out.dtype)
         if len(_pieces(pattern)) > 1 and bool((lse.abs() > limit).logical_and_(lse != -math.inf).any()):
             return (*_recorded(args, pattern, grad_out, grad_lse, needed, False), *nothing)
         if grad_out is None:
