@@ -80,21 +80,21 @@ def distance(a: Curve, b: Curve) -> float:
 
 
 class SharedSelfAttention(nn.Module):
-    """An attention layer of char_lm over sequences of which this rank holds the characters at `positions`; None: all of them."""
+    """An attention layer of char_lm over sequences of which this rank holds a part, if they are `shared`."""
 
-    def __init__(self, layer: char_lm.SelfAttention, positions: Tensor | None, dropout: float, dtype: torch.dtype) -> None:
+    def __init__(self, layer: char_lm.SelfAttention, shared: bool, dropout: float, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layer, self.positions, self.dropout, self.dtype = layer, positions, dropout, dtype
+        self.layer, self.shared, self.dropout, self.dtype = layer, shared, dropout, dtype
 
     def forward(self, x: Tensor, cache: None = None) -> Tensor:
         """(batch, seqlen of this rank, dim) -> the same."""
         heads = [part.to(self.dtype) for part in self.layer.heads(x)]
         options: dict[str, Any] = {"mask": ta.Causal(), "dropout_p": self.dropout if self.training else 0.0}
-        if self.positions is None:
-            out = ta.attention(*heads, rotary=self.layer.rotary, **options)
+        options["rotary"] = self.layer.rotary
+        if self.shared:
+            out: Any = ta.distributed.ring_attention(*heads, layout="zigzag", **options)
         else:
-            query, key = self.layer.rotary(*heads[:2], self.positions)
-            out = ta.distributed.ring_attention(query, key, heads[2], layout="zigzag", **options)
+            out = ta.attention(*heads, **options)
         return self.layer.merge(out.to(x.dtype).transpose(1, 2).flatten(-2))
 
 
@@ -117,7 +117,7 @@ def train(options: Options, positions: Tensor | None, *, progress: bool = False)
     model = char_lm.CharacterModel(len(alphabet), dropout=0.0, **sizes)
     for block in model.blocks:
         dtype = torch.float64 if options.attention == "float64" else torch.float32
-        block.attention = SharedSelfAttention(block.attention, positions, options.dropout, dtype)
+        block.attention = SharedSelfAttention(block.attention, positions is not None, options.dropout, dtype)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=options.steps, pct_start=0.1)

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..testing import largest, rounding
-from . import sharded
+from ..library import ops
+from ..testing import largest
+from . import parity, sharded
 from .machine import dtype_name
 from .rank import MEASURED_DIM, MEASURED_HEADS
 from .ranks import launch
@@ -22,11 +23,12 @@ from .ranks import launch
 SMALL_PARITY, FULL_PARITY = 131, 517  # shards of different lengths
 SMALL_MEASURED, FULL_MEASURED = (1024,), (2048, 8192)
 OPERATORS = ("linear", "ring")
-# The distance from one process, in roundings: each of the two results may be one away from the truth.
+# The distance from one process, in roundings of that one: the ranks' result may be as far from the truth as its own.
 ROUNDINGS = 2.0
 # Memory is judged from here on: the buffers of sockets and threads do not grow with the sequence.
 JUDGED_BYTES = 32 * 2**20
 MEMORY_SLACK = 1.1
+SENT_SLACK, MESSAGE_BYTES = 1.01, 4096  # headers; and what ranks tell each other before a call, and to meet
 MOST_WORK = 1.05  # causal pairs of a rank over the mean, in zigzag
 
 
@@ -53,34 +55,44 @@ def _on_one(job: Mapping[str, Any]) -> dict[str, Any]:
         return dict(torch.load(Path(folder) / "0.pt", weights_only=True))
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
-    """Largest absolute difference; infinite where the patterns of finite numbers differ."""
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    """Differences, float64; infinite where the patterns of finite numbers differ, 0 where neither is finite."""
     a, b = a.double(), b.double()
     if a.shape != b.shape or not torch.equal(a.isfinite(), b.isfinite()):
-        return torch.inf
-    return largest(torch.where(b.isfinite(), a - b, 0.0))
+        return torch.full((1,), torch.inf, dtype=torch.float64)
+    return torch.where(b.isfinite(), a - b, 0.0)
+
+
+def _rms(difference: Tensor) -> float:
+    return float(difference.square().mean().sqrt()) if difference.numel() else 0.0
 
 
 def parity_rows(n: int, found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row per tensor of each call: how far the ranks are from one process, beside how far that is from float64."""
+    """One row per tensor of each call: how far the ranks are from one process, beside how far that is from float64.
+
+    The root mean square of the distance is judged, and the largest error against float64, as that of one process is in `parity`.
+    """
     rows = []
     for index, case in enumerate(sharded.cases(n, len(found))):
         ranks = sharded.whole([part["parity"][index] for part in found])
         one, exact = sharded.alone(case), sharded.alone(case, torch.float64)
         for name, true in exact.items():
-            own = _distance(one[name], true)
-            allowed = ROUNDINGS * max(own, rounding(true, one[name].dtype))
-            difference = _distance(ranks[name], one[name])
+            dtype, own = one[name].dtype, _distance(one[name], true)
+            allowed = ROUNDINGS * max(_rms(own), _rms(true - true.to(dtype).double()))
+            most = parity.limit(dtype, name, true.numpy(), largest(own), str(ops._isa()))
+            distance, worst = _rms(_distance(ranks[name], one[name])), largest(_distance(ranks[name], true))
             rows.append(
                 {
                     "case": case.name,
                     "dtype": dtype_name(case.case.dtype),
                     "n": n,
                     "tensor": name,
-                    "one_process": own,
-                    "tiled": difference,
+                    "one_process": _rms(own),
+                    "tiled": distance,
                     "limit": allowed,
-                    "passed": difference <= allowed,
+                    "largest": worst,
+                    "largest_limit": most,
+                    "passed": distance <= allowed and worst <= most,
                 }
             )
     return rows
@@ -100,13 +112,37 @@ def work_rows(n: int, found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return rows
 
 
+def _traffic(operator: str, n: int, num_ranks: int) -> dict[str, int]:
+    """Bytes that all ranks send together, by formula.
+
+    Linear: a state over each boundary. Ring, zigzag: the first half of a shard is seen by all other ranks, and the second half of rank r's
+    by the r ranks before it, so that 3/4 W (W - 1) shards are sent in each pass, and as many of their gradients.
+    """
+    if operator == "linear":
+        state = MEASURED_HEADS * MEASURED_DIM * (MEASURED_DIM + 1) * 4
+        return dict.fromkeys(("forward", "backward"), (num_ranks - 1) * state)
+    shard = MEASURED_HEADS * n // num_ranks * 2 * MEASURED_DIM * 4  # keys and values, or their gradients
+    passed_on = num_ranks * (num_ranks - 1) * shard * 3 // 4
+    return {"forward": passed_on, "backward": 2 * passed_on}
+
+
+def _sent_rows(operator: str, n: int, ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    rows = []
+    for direction, formula in _traffic(operator, n, len(ranks)).items():
+        counts = [row["sent"][direction] for row in ranks]
+        allowed = formula * SENT_SLACK + MESSAGE_BYTES * len(ranks) * (len(ranks) - 1)
+        row = {"operator": operator, "n": n, "direction": direction, "bytes": None if None in counts else counts}
+        passed = None if None in counts else formula <= sum(counts) <= allowed
+        rows.append(row | {"formula": formula, "limit": allowed, "passed": passed})
+    return rows
+
+
 def _measured_row(operator: str, n: int, one: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     num_ranks = len(ranks)
     shard = MEASURED_HEADS * (n // num_ranks) * MEASURED_DIM * 4  # of query, key, value or one of their gradients
     most = max(row["bytes"] for row in ranks)
     # Two shards of keys and values, and two of their gradients, are under way.
     allowed = MEMORY_SLACK * (one["bytes"] / num_ranks + 2 * (2 * shard) + 2 * (2 * shard))
-    sent = {name: [row["sent"][name] for row in ranks] for name in ("forward", "backward")}
     return {
         "operator": operator,
         "n": n,
@@ -116,20 +152,25 @@ def _measured_row(operator: str, n: int, one: Mapping[str, Any], ranks: Sequence
         "passed": most <= allowed if one["bytes"] >= JUDGED_BYTES else None,
         "one_seconds": sorted(one["seconds"])[len(one["seconds"]) // 2],
         "seconds": sorted(map(max, zip(*(row["seconds"] for row in ranks))))[len(one["seconds"]) // 2],
-        "sent": {name: None if None in values else values for name, values in sent.items()},
     }
 
 
 def failures(results: Mapping[str, Any]) -> list[str]:
     """What breaks a limit, one line each."""
     found = [
-        f"parity: {row['case']}, {row['dtype']}, {row['tensor']}: {row['tiled']:.2e} from one process, above {row['limit']:.2e}"
+        f"parity: {row['case']}, {row['dtype']}, {row['tensor']}: {row['tiled']:.2e} from one process, limit {row['limit']:.2e}; "
+        f"largest error {row['largest']:.2e}, limit {row['largest_limit']:.2e}"
         for row in results["parity"]
         if not row["passed"]
     ]
     found += [
         f"work: {row['layout']}, n = {row['n']}: {max(row['shares']):.3f} times the mean on a rank, above {row['limit']}"
         for row in results["work"]
+        if row["passed"] is False
+    ]
+    found += [
+        f"traffic: {row['operator']}, n = {row['n']}, {row['direction']}: {sum(row['bytes'])} bytes, {row['formula']} by formula"
+        for row in results["sent"]
         if row["passed"] is False
     ]
     return found + [
@@ -142,13 +183,13 @@ def failures(results: Mapping[str, Any]) -> list[str]:
 def jobs(quick: bool, sizes: Sequence[int] | None, num_ranks: int, threads: int, timeout: float) -> list[dict[str, Any]]:
     """What one start of the ranks does, and the next: every length is measured in fresh processes, but for `quick`."""
     measured = [
-        [{"operator": operator, "n": n - n % num_ranks} for operator in OPERATORS]
+        [{"operator": operator, "n": max(1, n // (2 * num_ranks)) * 2 * num_ranks} for operator in OPERATORS]
         for n in sizes or (SMALL_MEASURED if quick else FULL_MEASURED)
     ]
-    parity = max(sizes) if sizes else SMALL_PARITY if quick else FULL_PARITY
+    compared = max(sizes) if sizes else SMALL_PARITY if quick else FULL_PARITY
     starts = [[row for rows in measured for row in rows]] if quick else measured
     shared = {"threads": max(1, threads // num_ranks), "timeout": timeout}
-    return [shared | {"measured": rows, "parity": parity if rows is starts[-1] else None} for rows in starts]
+    return [shared | {"measured": rows, "parity": compared if rows is starts[-1] else None} for rows in starts]
 
 
 def run(quick: bool, sizes: Sequence[int] | None, num_ranks: int, threads: int, timeout: float, console: Any) -> dict[str, Any]:
@@ -159,7 +200,7 @@ def run(quick: bool, sizes: Sequence[int] | None, num_ranks: int, threads: int, 
 
     torch.set_num_threads(threads)
     results: dict[str, Any] = {"version": 1, "quick": quick, "ranks": num_ranks, "machine": describe(threads)}
-    results |= {"num_heads": MEASURED_HEADS, "head_dim": MEASURED_DIM, "parity": [], "work": [], "measured": []}
+    results |= {"num_heads": MEASURED_HEADS, "head_dim": MEASURED_DIM, "parity": [], "work": [], "measured": [], "sent": []}
     plan, start = jobs(quick, sizes, num_ranks, threads, timeout), time.perf_counter()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task(f"{num_ranks} ranks", total=2 * len(plan) + 1)
@@ -169,7 +210,9 @@ def run(quick: bool, sizes: Sequence[int] | None, num_ranks: int, threads: int, 
             one = _on_one(job | {"threads": threads, "parity": None})
             progress.advance(task)
             for index, row in enumerate(one["measured"]):
-                results["measured"].append(_measured_row(row["operator"], row["n"], row, [part["measured"][index] for part in found]))
+                ranks = [part["measured"][index] for part in found]
+                results["measured"].append(_measured_row(row["operator"], row["n"], row, ranks))
+                results["sent"] += _sent_rows(row["operator"], row["n"], ranks)
             if job["parity"]:
                 results["parity"] = parity_rows(job["parity"], found)
                 results["work"] = work_rows(job["parity"], found)

@@ -127,7 +127,7 @@ def sent_bytes() -> int | None:
             with socket.socket(fileno=os.dup(int(name))) as connection:
                 if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
                     continue
-                if connection.getpeername()[1] == store:
+                if store in (connection.getpeername()[1], connection.getsockname()[1]):
                     continue
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 512)
             if len(info) < TCP_INFO_SENT_OFFSET + TCP_INFO_SENT.size:

@@ -266,22 +266,23 @@ def distributed_tables(results: Mapping[str, Any]) -> list[Table]:
     ranks, parity = results["ranks"], results["parity"]
 
     def line(row: Mapping[str, Any]) -> list[str]:
-        numbers = [_number(row[name]) for name in ("one_process", "tiled", "limit")]
-        return [row["case"], row["dtype"], row["tensor"], *numbers, _mark(row["passed"])]
+        names = ("one_process", "tiled", "limit", "largest", "largest_limit")
+        return [row["case"], row["dtype"], row["tensor"], *(_number(row[name]) for name in names), _mark(row["passed"])]
 
     def judged(row: Mapping[str, Any]) -> str:
         return "-" if row["passed"] is None else _mark(row["passed"])
 
-    def kibibytes(values: Sequence[int] | None) -> str:
-        return "-" if values is None else f"{max(values) / 2**10:.1f}"
-
     shown = [*_nearest_to_limit(parity), *(row for row in parity if not row["passed"])]
     caption = (
-        f"{len(parity)} tensors, {sum(row['passed'] for row in parity)} within their limit; one process: its own distance from float64; "
-        "ranks: theirs from it"
+        f"{len(parity)} tensors, {sum(row['passed'] for row in parity)} within their limit; root mean squares of the distance "
+        "of one process from float64 and of the ranks from one process; largest: error of the ranks against float64"
     )
-    title = f"{ranks} ranks: largest distance from one process, of the tensor nearest to its limit"
-    tables = [_table(title, "case, dtype, tensor, one process, ranks, limit, within", map(line, shown), left=3, caption=caption)]
+    title = f"{ranks} ranks: distance from one process, of the tensor nearest to its limit"
+    tables = [
+        _table(
+            title, "case, dtype, tensor, one process, ranks, limit, largest, its limit, within", map(line, shown), left=3, caption=caption
+        )
+    ]
     work = (
         [row["layout"], str(row["n"]), *(f"{share:.3f}" for share in (min(row["shares"]), max(row["shares"]))), judged(row)]
         for row in results["work"]
@@ -294,17 +295,26 @@ def distributed_tables(results: Mapping[str, Any]) -> list[Table]:
             *(f"{value / 2**20:.1f}" for value in (row["one_bytes"], max(row["bytes"]), row["limit"])),
             judged(row),
             *(_milliseconds(row[name]) for name in ("one_seconds", "seconds")),
-            *(kibibytes(row["sent"][name]) for name in ("forward", "backward")),
         ]
         for row in results["measured"]
     )
-    columns = "operator, n, one MiB, rank MiB, limit, within, one ms, ranks ms, KiB sent forward, backward"
+    columns = "operator, n, one process MiB, rank MiB, limit, within, one process ms, ranks ms"
     caption = (
-        f"batch 1, {results['num_heads']} heads of {results['head_dim']}, float32, causal, forward and backward; MiB: above the baseline of "
-        f"the interpreter, the most of any rank; {results['machine']['threads']} threads in one process, and shared out to the ranks; "
-        "KiB: the most that any rank sent; - where it is too small to judge or not counted"
+        f"batch 1, {results['num_heads']} heads of {results['head_dim']}, float32, causal, forward and backward; MiB: above the baseline "
+        f"of the interpreter, the most of any rank; {results['machine']['threads']} threads in one process, and shared out to the ranks; - "
+        "where it is too small to judge"
     )
-    return [*tables, _table("Memory, time and traffic", columns, measured, caption=caption)]
+    tables.append(_table("Memory and time", columns, measured, caption=caption))
+    sent = (
+        [
+            *(row["operator"], row["direction"], str(row["n"])),
+            *("-" if value is None else f"{value / 2**10:.1f}" for value in (row["bytes"] and sum(row["bytes"]), row["formula"])),
+            judged(row),
+        ]
+        for row in results["sent"]
+    )
+    caption = "of all ranks, over their connections to each other, with headers and what they tell each other before a call"
+    return [*tables, _table("Traffic: KiB sent", "operator, direction, n, counted, by formula, equal", sent, left=2, caption=caption)]
 
 
 def _verdict(console: Console, results: Mapping[str, Any], held: str) -> None:

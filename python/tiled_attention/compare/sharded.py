@@ -25,6 +25,7 @@ class ShardedCase:
     name: str
     case: Case | LinearCase
     layout: str = "zigzag"  # which positions a rank holds; "contiguous": one piece of them
+    method: str = "ring"  # of exact attention
 
     @property
     def linear(self) -> bool:
@@ -64,6 +65,9 @@ def cases(n: int, num_ranks: int) -> list[ShardedCase]:
     }
     rows = [ShardedCase(name, case) for name, case in found.items()]
     rows.append(ShardedCase("causal, one piece a rank", causal, layout="contiguous"))
+    if NUM_HEADS % num_ranks == 0:
+        rows.append(ShardedCase("causal, all-to-all", causal, method="all_to_all"))
+        rows.append(ShardedCase("dropout, all-to-all", found["dropout"], method="all_to_all"))
     states = {
         "linear, causal": linear,
         "linear, everything": linear.replace(causal=False),
@@ -103,7 +107,7 @@ def shared(sharded: ShardedCase) -> Tensors:
         function: Callable[..., Any] = ta.distributed.linear_attention
     else:
         function = ta.distributed.ring_attention
-        options |= {"return_lse": True, "layout": sharded.layout}
+        options |= {"return_lse": True, "layout": sharded.layout, "method": sharded.method}
     return _differentiated(function, mine(leaves), options, mine(grads), sharded.case.seed) | {"positions": positions}
 
 
