@@ -81,7 +81,7 @@ def attend_by_heads(
     tensors: Sequence[Any],
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of this rank's rows. `runs` and `lengths` are those of queries and of keys, `tensors` query, key, value, bias, slopes, sinks."""
+    """(out, lse) of this rank's rows. `runs` and `lengths` are of queries and of keys, `tensors` query, key, value, bias, slopes, sinks."""
     query, key, value, bias, slopes, sinks = tensors
     first, count = peers.rank * query.shape[-3] // peers.size, query.shape[-3] // peers.size
     query = to_heads(peers, query, runs[0], lengths[0])

@@ -38,10 +38,11 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Moved(Mask):
-    """`mask` of the whole, at the queries and keys of a block."""
+    """`mask` of the whole, at the queries and keys of a block. `united`: it is part of a union."""
 
     mask: Mask
     block: Block
+    united: bool = False
 
     def _visible(self, grid: Grid) -> Tensor:
         block = self.block
@@ -68,7 +69,9 @@ class Moved(Mask):
     def _rule(self) -> Rule:
         block = self.block
         if isinstance(self.mask, Causal) and block.query_offset is not None:  # top left: j <= i, and p = i + query_offset
-            return Rule(limit=(UNBOUNDED, max(-block.query_offset, -UNBOUNDED)))
+            right = -block.query_offset
+            if -UNBOUNDED < right < UNBOUNDED and not (self.united and right < 0):  # unions take windows around p
+                return Rule(limit=(UNBOUNDED, right))
         # Boundaries below the first key are taken as 0: right where no query stands there.
         if isinstance(self.mask, Chunked) and not block.is_before_keys():
             first, size = block.key_begin // self.mask.size, self.mask.size
@@ -84,7 +87,7 @@ class Moved(Mask):
 register_mask(Moved, ("mask",))
 
 
-def localize(mask: Mask | Tensor | None, block: Block, device: torch.device) -> Any:
+def localize(mask: Mask | Tensor | None, block: Block, device: torch.device, united: bool = False) -> Any:
     """The mask of a block. Bool tensors hold the rows of the rank, or one that stands for all, and all keys of the whole."""
     if mask is None or isinstance(mask, (SlidingWindow, Strided, Dilated)):
         return mask
@@ -92,7 +95,8 @@ def localize(mask: Mask | Tensor | None, block: Block, device: torch.device) -> 
         check_bool(mask, device)
         return block_of(mask, block)
     if isinstance(mask, (And, Or)):
-        return type(mask)(localize(mask.left, block, device), localize(mask.right, block, device))
+        united = united or isinstance(mask, Or)
+        return type(mask)(localize(mask.left, block, device, united), localize(mask.right, block, device, united))
     if isinstance(mask, PrefixLM):
         return PrefixLM(max(0, mask.prefix - block.key_begin))
     if isinstance(mask, Sinks):
@@ -100,7 +104,7 @@ def localize(mask: Mask | Tensor | None, block: Block, device: torch.device) -> 
     if isinstance(mask, KeyLengths):
         return KeyLengths((mask.lengths.long() - block.key_begin).clamp(min=0))
     if isinstance(mask, Causal):
-        return Moved(mask, block) if mask.align == "top_left" else mask
+        return Moved(mask, block, united) if mask.align == "top_left" else mask
     if isinstance(mask, Chunked):
         return mask if block.key_begin % mask.size == 0 else _on_device(Moved(mask, block), device)
     return Moved(mask, block)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import Arguments, Gradients, real_dtype
@@ -210,6 +211,9 @@ class _Backward:
         self.query, self.key, self.value, self.bias, self.slopes, self.sinks = tensors
         self.out, self.lse, self.residual, self.needed = out, lse, residual, needed
         self.real = real_dtype(out.dtype)
+        # The same for all keys of a row: scores without a place. Operators take it that all keys of the row are theirs.
+        self.by_row = bool(needed[3]) and self.bias.shape[-1] == 1
+        needed = [bool(need) and not (at == 3 and self.by_row) for at, need in enumerate(needed)]
         self.totals = Gradients(*(torch.zeros_like(x, dtype=self.real) if need else None for x, need in zip(tensors[:5], needed)), None)
         self.moves = bool(needed[1] or needed[2])
         self.every = {run: _rows_of(run, self.query, out, lse, residual) for run in self.schedule.rows[self.peers.rank]}
@@ -243,6 +247,8 @@ class _Backward:
         for index in indices:
             self._settle(index)
         total = self.totals
+        if self.by_row:
+            total = total._replace(bias=self._grad_rows().sum_to_size(self.bias.shape))
         tensors = (self.query, self.key, self.value, self.bias, self.slopes)
         grads = [None if grad is None else grad.to(x.dtype) for grad, x in zip(total[:5], tensors, strict=True)]
         return [*grads, self._grad_sinks() if self.needed[5] else None]
@@ -304,7 +310,25 @@ class _Backward:
                 continue
             if grad_bias is not None:
                 grads = grads._replace(bias=self._bias_part(grad_bias, rows, piece))
-            add_backward(args, rows.narrow(self.grad_out), grad_lse, rows.out, lse, rows.residual, grads)
+            self._add_block(args, rows, lse, grad_lse, grads)
+
+    def _add_block(self, args: Arguments, rows: _Rows, lse: Tensor, grad_lse: Tensor | None, grads: Gradients) -> None:
+        results = (rows.narrow(self.grad_out), grad_lse, rows.out, lse, rows.residual)
+        if grads.bias is None or args.bias is None or grads.bias.shape[-1] > 1:
+            add_backward(args, *results, grads)
+            return
+        # One key beside one column of bias: a second, hidden key tells it from a bias that is the same for all keys of the row.
+        hidden = F.pad(args.bias, (0, 1), value=-math.inf)
+        wide = args._replace(key=F.pad(args.key, (0, 0, 0, 1)), value=F.pad(args.value, (0, 0, 0, 1)), bias=hidden)
+        found = grads._replace(
+            key=None if grads.key is None else torch.zeros_like(wide.key, dtype=self.real),
+            value=None if grads.value is None else torch.zeros_like(wide.value, dtype=self.real),
+            bias=torch.zeros_like(hidden, dtype=self.real),
+        )
+        add_backward(wide, *results, found)
+        for grad, part, dim in ((grads.key, found.key, -2), (grads.value, found.value, -2), (grads.bias, found.bias, -1)):
+            if grad is not None and part is not None:
+                grad.add_(part.narrow(dim, 0, 1))
 
     def _bias_part(self, tensor: Tensor, rows: _Rows, piece: Piece) -> Tensor:
         run = rows.run
@@ -324,7 +348,7 @@ class _Backward:
     ) -> None:
         """Every score and lse less `shift`: the same weights, and no row is normalised again."""
         if args.bias is None:
-            add_backward(args._replace(bias=-shift), rows.narrow(self.grad_out), grad_lse, rows.out, lse, rows.residual, grads)
+            self._add_block(args._replace(bias=-shift), rows, lse, grad_lse, grads)
             return
         bias = args.bias.detach().to(self.real).requires_grad_(grad_bias is not None)
         with torch.enable_grad():
@@ -334,17 +358,25 @@ class _Backward:
             total = total - shift
         part = None if grad_bias is None else torch.zeros_like(total)
         args = args._replace(bias=total.detach())
-        add_backward(args, rows.narrow(self.grad_out), grad_lse, rows.out, lse, rows.residual, grads._replace(bias=part))
+        self._add_block(args, rows, lse, grad_lse, grads._replace(bias=part))
         if grad_bias is not None:
             self._bias_part(grad_bias, rows, piece).add_(torch.autograd.grad(total, bias, part)[0])
 
-    def _grad_sinks(self) -> Tensor:
-        """Of the sinks' share of the softmax, exp(sink - lse), whose value is 0."""
+    def _through_sinks(self) -> Tensor:
+        """(..., num_heads, seqlen_q): gradients of the sinks' scores, row by row; their share of the softmax is exp(sink - lse)."""
         out = self.out.to(self.real)
         if self.residual.dim() > 1:
             out = out + self.residual
         grad = -(out * self.grad_out).sum(-1)
         if self.grad_lse is not None:
             grad = grad + self.grad_lse
-        weight = torch.where(self.lse == -math.inf, 0.0, (self.sinks[:, None] - self.lse).exp())
-        return (weight * grad).flatten(0, -3).sum((0, -1)) if grad.dim() > 2 else (weight * grad).sum(-1)
+        return torch.where(self.lse == -math.inf, 0.0, (self.sinks[:, None] - self.lse).exp()) * grad
+
+    def _grad_sinks(self) -> Tensor:
+        grad = self._through_sinks()
+        return grad.flatten(0, -3).sum((0, -1)) if grad.dim() > 2 else grad.sum(-1)
+
+    def _grad_rows(self) -> Tensor:
+        """(..., num_heads, seqlen_q, 1): sums of the gradients of a row's scores. With the sink's, all but lse's part sums to 0."""
+        whole = self.lse.new_zeros(self.lse.shape) if self.grad_lse is None else torch.where(self.lse == -math.inf, 0.0, self.grad_lse)
+        return (whole if self.sinks is None else whole - self._through_sinks())[..., None]

@@ -98,7 +98,7 @@ def ring_attention(
     method: str = "ring",
     timeout: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` over a sequence whose rows are divided between the ranks of a group. Each gives its shard and gets its rows of the result.
+    """`attention` over a sequence whose rows are divided between the ranks of a group: each gives its shard and gets its rows of out.
 
     The rows of all ranks together are `attention` of the whole: the same formula, masks, positions and dropout. Every rank calls it with
     the same options, and runs the backward pass if one does. With "ring", keys and values go from rank to rank while each computes with

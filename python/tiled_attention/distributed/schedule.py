@@ -88,14 +88,28 @@ def make_schedule(lengths_q: Sequence[int], lengths_kv: Sequence[int], layout: s
     pieces = []
     for owner in range(size):
         runs = _halved(keys[owner][0]) if halves and len(keys[owner]) == 1 else keys[owner]
-        mine = []
-        for index, run in enumerate(runs):
-            seen = [
+        seen = [
+            {
                 (rank - owner) % size
                 for rank in range(size)
                 if rank != owner and any(sight.sees(row.begin, row.end, run.begin, run.end) for row in rows[rank])
-            ]
-            mine.append(Piece(owner, index, run.begin, run.end, run.at, *_ways(sorted(seen), size)))
+            }
+            for run in runs
+        ]
+        # All pieces of a shard take the same way, so that a step has the work of whole shards: zigzag makes that equal.
+        ahead, behind = _ways(sorted(set().union(*seen)), size)
+        mine = [
+            Piece(
+                owner,
+                index,
+                run.begin,
+                run.end,
+                run.at,
+                tuple(distance for distance in ahead if distance in seen[index]),
+                tuple(distance for distance in behind if size - distance in seen[index]),
+            )
+            for index, run in enumerate(runs)
+        ]
         pieces.append(tuple(mine))
     every = [piece for mine in pieces for piece in mine]
     steps = [(way, distance) for way in (1, -1) for distance in range(1, max((p.reach(way) for p in every), default=0) + 1)]

@@ -1,0 +1,166 @@
+"""Ring attention: parity of ranks with one process (in processes of their own), and what plans and local masks say about the whole."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiled_attention as ta
+from distributed_ranks import failures
+from tiled_attention.distributed.all_to_all import numbers_sent
+from tiled_attention.distributed.layout import lengths_of, runs_of
+from tiled_attention.distributed.local_masks import Block, localize, sight_of
+from tiled_attention.distributed.schedule import Schedule, make_schedule
+from tiled_attention.library import ops
+from tiled_attention.lowering import lower
+
+MASKS = [
+    None,
+    ta.Causal(),
+    ta.Causal(align="top_left"),
+    ta.SlidingWindow(9, 0),
+    ta.SlidingWindow(5, 7),
+    ta.PrefixLM(31),
+    ta.Chunked(13),
+    ta.Causal() & ta.Chunked(8) & ta.Chunked(12),
+    ta.KeyLengths(torch.tensor([50, 20])),
+    ta.Documents(torch.tensor([0, 9, 9, 33, 55])),
+    ta.Causal() & (ta.SlidingWindow(6, 0) | ta.Sinks(3)),
+    ta.Strided(5) | ta.SlidingWindow(2, 1),
+    ta.Dilated(3, 4),
+    ta.Global((0, 17)) | ta.SlidingWindow(1, 1),
+    ta.RandomBlocks(2, block_size=8),
+    (ta.Causal(align="top_left") | ta.Sinks(2)) & ta.KeyLengths(torch.tensor([40, 64])),
+]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_agree_with_one_process(size: int):
+    found = failures("distributed_cases.py", size)
+    assert not found, found
+
+
+def dense(mask: Any, seqlen_q: int, seqlen_kv: int, offset: int) -> torch.Tensor:
+    whole = ta.SlidingWindow(1 << 30, 1 << 30) if mask is None else mask
+    return whole.dense(seqlen_q, seqlen_kv, query_offset=offset).expand(2, 1, seqlen_q, seqlen_kv)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("offset", [0, 11, -6])
+def test_the_mask_of_a_block_is_the_block_of_the_mask(mask: Any, offset: int):
+    seqlen_q, seqlen_kv = 60, 66
+    whole = dense(mask, seqlen_q, seqlen_kv, offset)
+    sight = sight_of(mask, offset)
+    for (row, row_end), (key, key_end) in itertools.product([(0, 60), (0, 17), (17, 44), (44, 60)], [(0, 66), (0, 16), (13, 29), (29, 66)]):
+        part = whole[..., row:row_end, key:key_end]
+        local = localize(mask, Block(row, row_end, key, key_end, 0, seqlen_q, seqlen_kv, offset), part.device)
+        at = offset + row - key
+        assert torch.equal(dense(local, row_end - row, key_end - key, at), part)
+        assert sight.sees(row, row_end, key, key_end) or not part.any()
+        lowered = lower(
+            local, batch_shape=(2,), num_heads=1, seqlen_q=row_end - row, seqlen_kv=key_end - key, query_offset=at, device=part.device
+        )
+        lists = (lowered.key_lengths, lowered.documents, lowered.query_offset)
+        seen = ops._mask_dense(lowered.intervals, *lists, 2, row_end - row, key_end - key)[:, None]
+        assert torch.equal(seen if lowered.mask is None else seen & lowered.mask, part)
+
+
+def pairs_of(schedule: Schedule, rank: int, mask: torch.Tensor) -> int:
+    """Visible pairs that a rank computes, in the blocks that it visits."""
+    total = 0
+    for step in ((1, 0), *schedule.steps):
+        for piece in schedule.at(rank, step):
+            if step[1] == 0 or step[1] in piece.seen_at(step[0]):
+                blocks = schedule.blocks(rank, piece)
+                total += sum(int(mask[run.begin : run.end, piece.begin : piece.end].sum()) for run in blocks)
+    return total
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    "mask", [None, ta.Causal(), ta.SlidingWindow(70, 0), ta.SlidingWindow(30, 90), ta.PrefixLM(100), ta.Chunked(96)], ids=str
+)
+def test_every_visible_pair_is_computed_once(mask: Any, layout: str, size: int, halves: bool):
+    length = 500
+    lengths = lengths_of(length, size, layout)
+    schedule = make_schedule(lengths, lengths, layout, sight_of(mask, 0), halves)
+    whole = dense(mask, length, length, 0)[0, 0]
+    assert sum(pairs_of(schedule, rank, whole) for rank in range(size)) == int(whole.sum())
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_zigzag_makes_causal_work_equal(size: int):
+    length = 8192
+    lengths = lengths_of(length, size, "zigzag")
+    schedule = make_schedule(lengths, lengths, "zigzag", sight_of(ta.Causal(), 0), True)
+    steps = []
+    for step in ((1, 0), *schedule.steps):
+        work = []
+        for rank in range(size):
+            pairs = 0
+            for piece in schedule.at(rank, step):
+                for run in schedule.blocks(rank, piece) if step[1] == 0 or step[1] in piece.seen_at(step[0]) else ():
+                    pairs += int((torch.arange(run.begin, run.end) + 1 - piece.begin).clamp(0, piece.length).sum())
+            work.append(pairs)
+        steps.append(work)
+    assert sum(map(sum, steps)) == length * (length + 1) // 2
+    for work in (*steps, [sum(pairs) for pairs in zip(*steps, strict=True)]):  # at every step, and in all
+        mean = sum(work) / size
+        assert max(abs(pairs - mean) for pairs in work) <= 0.05 * mean
+
+
+def sent(mask: Any, size: int, layout: str = "contiguous", halves: bool = False) -> tuple[list[int], list[int]]:
+    lengths = lengths_of(128 * size, size, layout)
+    schedule = make_schedule(lengths, lengths, layout, sight_of(mask, 0), halves)
+    return [schedule.keys_sent(rank) for rank in range(size)], [schedule.gradients_sent(rank) for rank in range(size)]
+
+
+def test_shards_go_no_further_than_they_are_seen():
+    assert sent(None, 4) == ([3 * 128] * 4, [3 * 128] * 4)
+    assert sent(ta.Causal(), 4)[0] == [128, 256, 384, 0]  # rank 0 sends its own, rank 1 two, rank 2 three
+    assert sent(ta.SlidingWindow(128, 0), 4) == ([128, 128, 128, 0], [0, 128, 128, 128])
+    assert sent(ta.SlidingWindow(129, 0), 4)[0] == [128, 256, 256, 0]
+    assert sent(ta.SlidingWindow(128, 128), 8)[0] == [128, *[256] * 6, 128]  # both ways, one hop each
+    assert sent(ta.Chunked(128), 4) == ([0] * 4, [0] * 4)
+    assert sent(ta.Chunked(256), 4)[0] == [128] * 4
+    assert sent(ta.Causal() & (ta.SlidingWindow(128, 0) | ta.Sinks(4)), 4)[0] == [128, 256, 256, 0]
+    assert sum(sent(ta.Causal(), 4, "zigzag")[0]) == 12 * 128 - 3 * 64  # the last chunk, of rank 0, is seen by no other rank
+    assert sum(sent(ta.Causal(), 4, "zigzag", True)[1]) == 12 * 128 - 64 * (3 + 2 + 1)
+    assert numbers_sent((64,) * 4, (64,) * 4, (8, 4), (16, 16)) == 3 * 32 * 256 * (2 + 1)
+
+
+def test_layouts_divide_the_sequence():
+    for length, size, layout in itertools.product((0, 1, 7, 64, 101), (1, 2, 3, 5), ("contiguous", "zigzag")):
+        lengths = lengths_of(length, size, layout)
+        assert max(lengths) - min(lengths) <= (1 if layout == "contiguous" else 2)
+        rows = [row for held in runs_of(lengths, layout, "x") for run in held for row in range(run.begin, run.end)]
+        assert sorted(rows) == list(range(length))
+    assert runs_of((4, 4), "zigzag", "x") == (((0, 2, 0), (6, 8, 2)), ((2, 6, 0),))
+
+
+def test_without_a_group():
+    x = torch.zeros(1, 1, 4, 4)
+    for call in (
+        lambda: ta.distributed.ring_attention(x, x, x),
+        lambda: ta.distributed.shard_sequence(x),
+        lambda: ta.distributed.gather_sequence(x),
+    ):
+        with pytest.raises(RuntimeError, match="group needs torch.distributed: call torch.distributed.init_process_group first"):
+            call()
+
+
+@pytest.mark.parametrize("how", ["absent", "gone", "silent"])
+def test_a_lost_rank_is_named(how: str):
+    """Rank 1 never calls, goes away after the forward pass, or falls silent there: the others say so, in time."""
+    script = Path(__file__).parent / "distributed_lost.py"
+    done = subprocess.run(
+        [sys.executable, str(script), how], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
