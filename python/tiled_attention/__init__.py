@@ -26,6 +26,17 @@ from .rotary import RotaryEmbedding, RotaryScaling
 from .sdpa import scaled_dot_product_attention
 from .sparse_masks import BlockSparse, Dilated, Global, RandomBlocks, Strided
 from .weights import attention_weights
+from .when_imported import when_imported
+
+
+
+def _register_dtensor_rules() -> None:
+    from .distributed.dtensor import register
+
+    register()
+
+
+when_imported("torch.distributed.tensor", _register_dtensor_rules)
 
 __all__ = [
     "AdditiveAttention",

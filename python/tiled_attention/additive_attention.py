@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import additive_compiled  # noqa: F401  (registrations)
 from .additive_autograd import AdditiveAttention, AdditiveWeights
@@ -199,5 +200,5 @@ def weights_of_additive(args: AdditiveArguments, lse: Tensor, rows: Tensor | Non
     """The weights of a call whose lse is known."""
     query, key, _, *others = args
     flat: tuple[Any, ...] = (query, key, *others, lse, rows)
-    eager = not torch.compiler.is_compiling()
+    eager = not torch.compiler.is_compiling() and not is_traceable_wrapper_subclass(query)  # as for attention
     return AdditiveWeights.apply(*flat) if eager and needs_derivatives(flat) else ops.additive_attention_weights(*flat)

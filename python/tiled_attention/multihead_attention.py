@@ -18,6 +18,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .arguments import real_dtype
 from .attention import attention
+from .context_parallel import refuse_shards
 from .mask_checks import is_readable
 from .masks import And, Causal, KeyLengths, Mask
 from .observers import columns_first, observers
@@ -218,6 +219,7 @@ def project_and_attend(
         query, key, value: (seqlen, features), or with a batch before (batch_first) or after the length.
         static_key, static_value: (batch * num_heads, seqlen_kv, head_dim) in the place of the projected key or value, or None.
     """
+    refuse_shards("MultiheadAttention", query, key, value)
     order = (1, 0, 2) if query.dim() == 2 else (0, 2, 1, 3) if batch_first else (1, 2, 0, 3)
     back = (1, 0, 2) if query.dim() == 2 else (0, 2, 1, 3) if batch_first else (2, 0, 1, 3)
     heads_q, heads_k, heads_v = (x.permute(order) for x in in_projection(query, key, value, num_heads))

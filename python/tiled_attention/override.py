@@ -25,6 +25,7 @@ from torch.overrides import has_torch_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import stock_calls
+from .context_parallel import attend_sharded, inside_context_parallel, is_sharded
 from .multihead_attention import Columns, InProjection, check_arguments, merge_masks, nested_attention, project_and_attend
 from .observers import Shared, observers, tell
 from .sdpa import scaled_dot_product_attention
@@ -162,6 +163,9 @@ def _attention_kernel(
         keys = torch._C._dispatch_keys(query)
         return stock.call_boxed(keys, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
+    if _switch.serves and is_sharded(query, key, value) and query.device.type == "cpu":
+        _switch.count()
+        return attend_sharded(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if not _serves(query, key, value):
         out = run_stock(query, key, value, attn_mask)
         if observers:
@@ -266,7 +270,7 @@ _count_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]  # t
 def _serves_forward(given: ForwardArguments) -> bool:
     tensors = [x for x in given if isinstance(x, Tensor)]
     floats = [x for x in tensors if x is not given.attn_mask and x is not given.key_padding_mask]
-    if has_torch_function(tensors) or torch.jit.is_tracing() or not _serves(*floats):
+    if has_torch_function(tensors) or torch.jit.is_tracing() or inside_context_parallel() is not None or not _serves(*floats):
         return False
     if given.is_causal and given.attn_mask is None:
         return False

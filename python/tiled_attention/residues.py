@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .arguments import Arguments, real_dtype
 from .call import forward, needs_derivatives
@@ -80,9 +81,10 @@ def _step(mask: Strided | Dilated) -> int:
 
 
 def serves(pattern: Pattern, args: Arguments) -> bool:
-    """Whether the views say all that these arguments (without the mask) mean: dropout counts positions, a bias has a row for each."""
+    """Whether the views say all that these arguments (without the mask) mean: dropout counts positions, a bias has a row for each. Shards of
+    a DTensor take the block list: what is a view of one tensor, and written in place, is none of a sharded one."""
     seqlen_q, seqlen_kv = args.query.shape[-2], args.key.shape[-2]
-    if args.dropout_p > 0 or args.bias is not None or args.query_offset is not None:
+    if args.dropout_p > 0 or args.bias is not None or args.query_offset is not None or is_traceable_wrapper_subclass(args.query):
         return False
     return seqlen_q >= pattern.step and seqlen_kv >= 4 * pattern.step and seqlen_q * seqlen_kv > TILE * TILE
 

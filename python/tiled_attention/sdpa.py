@@ -6,12 +6,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .arguments import NO_INTERVALS, NO_TENSORS
 from .attention_varlen import attention_varlen
 from .call import allows_tf32, below_autograd, cast_for_autocast, check_dropout_p, default_scale, forward, prepare, run_forward, runs_plain
+from .context_parallel import STOCK, attend_sharded, is_sharded, refuse_shards
 from .library import devices
 from .masks import And, Causal, Mask
 from .observers import Call, observers, tell
@@ -55,8 +57,11 @@ def scaled_dot_product_attention(
         (..., seqlen_q, head_dim_v), dtype of query.
 
     Raises:
-        TypeError, ValueError, RuntimeError: naming the argument, where torch raises.
+        TypeError, ValueError, RuntimeError: naming the argument, where torch raises. RuntimeError where plain tensors are given inside torch's
+            `context_parallel`.
     """
+    if F.scaled_dot_product_attention is not STOCK:  # as context_parallel replaces it
+        refuse_shards("scaled_dot_product_attention", query, key, value)
     if (
         attn_mask is None
         and dropout_p == 0.0
@@ -98,11 +103,12 @@ def _general(
     if query.is_nested or key.is_nested or value.is_nested:
         if _is_packed(query, key, value, attn_mask, enable_gqa):
             return _packed(query, key, value, dropout_p, is_causal, scale)
-        stock = torch._C._nn.scaled_dot_product_attention
-        return stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return STOCK(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     dropout_p = check_dropout_p(dropout_p)
     query, key, value = cast_for_autocast(query), cast_for_autocast(key), cast_for_autocast(value)
     _check_inputs(query, key, value)
+    if F.scaled_dot_product_attention is not STOCK and is_sharded(query, key, value):
+        return attend_sharded(query, key, value, attn_mask, dropout_p, bool(is_causal), scale, bool(enable_gqa))
     rank = max(query.dim(), key.dim(), value.dim())
     query, key, value, mask, bias = as_attention(query, key, value, attn_mask, bool(is_causal), enable_gqa)
     out, lse = forward(prepare(query, key, value, mask, bias, scale, None, None, None, dropout_p, None, None))

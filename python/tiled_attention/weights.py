@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .arguments import Arguments
 from .autograd import AttentionWeights
@@ -92,7 +93,7 @@ def weights_of(args: Arguments, lse: Tensor, *, rows: Tensor | None = None, aver
     """The weights of a call whose lse is known; with `average` their mean over heads, without the dimension of heads."""
     query, key, _, mask, bias, alibi_slopes, _, *others = args
     flat = (query, key, mask, bias, alibi_slopes, *others, lse, rows, average)
-    eager = not torch.compiler.is_compiling()
+    eager = not torch.compiler.is_compiling() and not is_traceable_wrapper_subclass(query)  # DTensor: one operator per direction
     weights = AttentionWeights.apply(*flat) if eager and needs_derivatives(flat) else ops.attention_weights(*flat)
     return weights.squeeze(-3) if average else weights
 

@@ -1,6 +1,17 @@
-"""Attention over sequences that are divided between the ranks of a torch.distributed process group."""
+"""Attention over sequences and heads that are divided between the ranks of a torch.distributed process group."""
+
+from typing import Any
 
 from .layout import gather_sequence, shard_sequence
+from .linear import linear_attention
 from .ring_attention import ring_attention
 
-__all__ = ["gather_sequence", "ring_attention", "shard_sequence"]
+__all__ = ["HeadwiseParallel", "gather_sequence", "linear_attention", "ring_attention", "shard_sequence"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "HeadwiseParallel":  # importing DTensor takes as long as the rest
+        from .tensor_parallel import HeadwiseParallel
+
+        return HeadwiseParallel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
