@@ -115,15 +115,16 @@ def work_rows(n: int, found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def _traffic(operator: str, n: int, num_ranks: int) -> dict[str, int]:
     """Bytes that all ranks send together, by formula.
 
-    Linear: a state over each boundary. Ring, zigzag: the first half of a shard is seen by all other ranks, and the second half of rank r's
-    by the r ranks before it, so that 3/4 W (W - 1) shards are sent in each pass, and as many of their gradients.
+    Linear: a state over each boundary. Ring, zigzag: the first half of each of the W shards passes the W - 1 other ranks, and so does the
+    second half, but for that of rank 0, which nobody else sees. Gradients follow from the first rank that sees a half: on W - 1 ways for
+    the first half, and on r for the second half of rank r.
     """
     if operator == "linear":
         state = MEASURED_HEADS * MEASURED_DIM * (MEASURED_DIM + 1) * 4
         return dict.fromkeys(("forward", "backward"), (num_ranks - 1) * state)
     shard = MEASURED_HEADS * n // num_ranks * 2 * MEASURED_DIM * 4  # keys and values, or their gradients
-    passed_on = num_ranks * (num_ranks - 1) * shard * 3 // 4
-    return {"forward": passed_on, "backward": 2 * passed_on}
+    keys = (num_ranks - 1) * (2 * num_ranks - 1) * shard // 2
+    return {"forward": keys, "backward": keys + num_ranks * (num_ranks - 1) * shard * 3 // 4}
 
 
 def _sent_rows(operator: str, n: int, ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
