@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import tiled_attention as ta
 from distributed_ranks import CASES, NAMES, Counted, case, close, compare, leaf, main, problem, raises, rms
+from tiled_attention import parts
 from tiled_attention.distributed import ring_attention, shard_sequence
 from tiled_attention.distributed.layout import lengths_of
 
@@ -209,6 +210,20 @@ def strides(rank: int, size: int) -> None:
     ta.attention(*whole, mask=ta.Causal()).sum().backward()
     for x, y in zip(shard, whole):
         close(x.grad, shard_sequence(y.grad).transpose(-2, -3), 1e-12, "strided")
+
+
+@case
+def joined_by_lse(rank: int, size: int) -> None:
+    """As on CUDA, where no operator adds in place."""
+    parts.CPU_ADDS = False
+    try:
+        accuracy(rank, size)
+        sinks = torch.randn(4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        compare(rank, size, problem(90, 110), layout="zigzag", mask=ta.Causal(), sinks=sinks, alibi_slopes=sinks.abs())
+        compare(rank, size, problem(60, 60), mask=ta.KeyLengths(torch.tensor([0, 11])))
+        compare(rank, size, problem(60, 60), mask=ta.Causal(), dropout_p=0.3, seed=3, tolerance=1e-11)
+    finally:
+        parts.CPU_ADDS = True
 
 
 @case

@@ -156,11 +156,10 @@ def test_without_a_group():
             call()
 
 
-@pytest.mark.parametrize("how", ["absent", "gone", "silent"])
-def test_a_lost_rank_is_named(how: str):
+def test_a_lost_rank_is_named():
     """Rank 1 never calls, goes away after the forward pass, or falls silent there: the others say so, in time."""
     script = Path(__file__).parent / "distributed_lost.py"
     done = subprocess.run(
-        [sys.executable, str(script), how], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,7 +9,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import tiled_attention as ta
 from checks import run_with_mask as run
-from tiled_attention import residues
+from tiled_attention import parts, residues
 from tiled_attention.testing import Case
 
 ops = torch.ops.tiled_attention
@@ -90,7 +90,7 @@ def test_second_derivatives_of_residue_classes():
 
 
 LOCAL = ta.Causal() & (ta.Strided(8) | ta.SlidingWindow(7, 0))
-on_cpu = pytest.mark.skipif(not residues._CPU_ADDS, reason="a build of emulated CUDA kernels")
+on_cpu = pytest.mark.skipif(not parts.CPU_ADDS, reason="a build of emulated CUDA kernels")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .peers import Peers
+from .peers import Peers, Pending
 
 _NUMBERS = 4  # int64 of each rank's own
 _BYTES = 2048  # of one descriptor
@@ -96,7 +96,8 @@ def _tell(peers: Peers, mine: Tensor) -> list[Tensor]:
     """Between each two ranks, so that it is known who does not answer."""
     entries = [torch.empty_like(mine) for _ in range(peers.size)]
     entries[peers.rank] = mine
-    pending, failed = [], {}
+    pending: list[Pending] = []
+    failed: dict[int, Exception] = {}
     for peer in peers.others():
         try:
             pending.append(peers.exchange([(peer, mine)], [(peer, entries[peer])]))

@@ -89,7 +89,7 @@ def has_rows(call: Call) -> bool:
 def said(call: Call, layout: str, method: str, return_lse: bool) -> dict[str, Any]:
     """What must be equal on all ranks, by the names of arguments."""
     query, key, value = call.args.query, call.args.key, call.args.value
-    bias = call.bias
+    bias: Any = call.bias
     if isinstance(bias, Tensor):
         bias = f"{bias.dtype} ({', '.join(map(str, [*bias.shape[:-2], 'rows', bias.shape[-1]]))})" if bias.dim() > 1 else tuple(bias.shape)
     tensors = (query, key, value, call.bias, call.args.alibi_slopes, call.args.sinks)

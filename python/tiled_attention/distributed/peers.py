@@ -46,7 +46,7 @@ class Peers:
 
         Every rank starts its exchanges in one order that all ranks share, so that none waits for one that stands behind another.
         """
-        parts = [(dist.isend, peer, tensor) for peer, tensor in sends if tensor.numel()]
+        parts: list[tuple[Any, int, Tensor]] = [(dist.isend, peer, tensor) for peer, tensor in sends if tensor.numel()]
         parts += [(dist.irecv, peer, tensor) for peer, tensor in receives if tensor.numel()]
         ops = [dist.P2POp(op, tensor, group=self.group, tag=_TAG, group_peer=peer) for op, peer, tensor in parts]
         if not ops:
@@ -59,8 +59,10 @@ class Peers:
 
     def lost(self, ranks: Sequence[int], error: Exception) -> RuntimeError:
         names = " or ".join(self.name(rank) for rank in sorted(set(ranks)))
-        limit = "the time-out of the group" if self.timeout is None else f"{self.timeout} s"
-        return RuntimeError(f"{names} did not answer within {limit}, or has gone: it may have failed, or wait itself ({error})")
+        if "timed out" in str(error).lower():
+            limit = "the time-out of the group" if self.timeout is None else f"{self.timeout} s"
+            return RuntimeError(f"{names} did not answer within {limit}: it is lost, or waits for another rank itself")
+        return RuntimeError(f"{names} is lost: {str(error).split('. ')[0]}")
 
 
 class Pending:

@@ -101,8 +101,20 @@ def _pair_views(flat: Tensor, key: Tensor, value: Tensor, length: int) -> tuple[
     return flat[:middle].view(shapes[0]), flat[middle:].view(shapes[1])
 
 
-def _numel(key: Tensor, value: Tensor, length: int) -> int:
-    return math.prod(key.shape[:-2]) * length * (key.shape[-1] + value.shape[-1])
+class _Buffers:
+    """Flat buffers of pieces, used again when what stood in them has been sent and read."""
+
+    def __init__(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> None:
+        self._numel = math.prod(key.shape[:-2]) * (key.shape[-1] + value.shape[-1])  # of one row
+        self._like, self._dtype = key, dtype
+        self._free: dict[int, list[Tensor]] = {}
+
+    def take(self, piece: Piece) -> Tensor:
+        free = self._free.get(piece.length)
+        return free.pop() if free else torch.empty(self._numel * piece.length, dtype=self._dtype, device=self._like.device)
+
+    def give(self, piece: Piece, flat: Tensor) -> None:
+        self._free.setdefault(piece.length, []).append(flat)
 
 
 class _Travel:
@@ -110,34 +122,37 @@ class _Travel:
 
     def __init__(self, peers: Peers, schedule: Schedule, key: Tensor, value: Tensor) -> None:
         self.peers, self.schedule, self.key, self.value = peers, schedule, key, value
+        self.buffers = _Buffers(key, value, key.dtype)
 
     def steps(self) -> Iterator[tuple[Step, dict[Piece, tuple[Tensor, Tensor]]]]:
         steps = (_OWN, *self.schedule.steps)
         held = {piece: self._own(piece) for piece in self.schedule.pieces[self.peers.rank]}
         flat: dict[Piece, Tensor] = {}
         for at, step in enumerate(steps):
-            pending, coming = self._start(steps[at + 1], flat) if at + 1 < len(steps) else (None, {})
+            pending, sent, coming = self._start(steps[at + 1], flat) if at + 1 < len(steps) else (None, {}, {})
             yield step, held
             held.clear()
             if pending is not None:
                 pending.wait()
+            for piece, tensor in (flat | sent).items():
+                self.buffers.give(piece, tensor)
             flat = coming
             held = {piece: _pair_views(tensor, self.key, self.value, piece.length) for piece, tensor in coming.items()}
 
     def _own(self, piece: Piece) -> tuple[Tensor, Tensor]:
         return self.key.narrow(-2, piece.at, piece.length), self.value.narrow(-2, piece.at, piece.length)
 
-    def _start(self, step: Step, flat: dict[Piece, Tensor]) -> tuple[Pending, dict[Piece, Tensor]]:
+    def _start(self, step: Step, flat: dict[Piece, Tensor]) -> tuple[Pending, dict[Piece, Tensor], dict[Piece, Tensor]]:
+        """What is sent and received for the step, the messages, and the buffers of both."""
         (direction, distance), peers = step, self.peers
         ahead, behind = (peers.rank + direction) % peers.size, (peers.rank - direction) % peers.size
-        sends = []
-        for piece in self.schedule.at(ahead, step):
-            sends.append((ahead, flat[piece] if distance > 1 else self._packed(piece)))
-        coming = {piece: self.key.new_empty(_numel(self.key, self.value, piece.length)) for piece in self.schedule.at(peers.rank, step)}
-        return peers.exchange(sends, [(behind, tensor) for tensor in coming.values()]), coming
+        sent = {piece: flat[piece] if distance > 1 else self._packed(piece) for piece in self.schedule.at(ahead, step)}
+        coming = {piece: self.buffers.take(piece) for piece in self.schedule.at(peers.rank, step)}
+        messages = peers.exchange([(ahead, tensor) for tensor in sent.values()], [(behind, tensor) for tensor in coming.values()])
+        return messages, sent, coming
 
     def _packed(self, piece: Piece) -> Tensor:
-        flat = self.key.new_empty(_numel(self.key, self.value, piece.length))
+        flat = self.buffers.take(piece)
         for target, source in zip(_pair_views(flat, self.key, self.value, piece.length), self._own(piece), strict=True):
             target.copy_(source)
         return flat
@@ -214,13 +229,16 @@ class _Backward:
         # The same for all keys of a row: scores without a place. Operators take it that all keys of the row are theirs.
         self.by_row = bool(needed[3]) and self.bias.shape[-1] == 1
         needed = [bool(need) and not (at == 3 and self.by_row) for at, need in enumerate(needed)]
-        self.totals = Gradients(*(torch.zeros_like(x, dtype=self.real) if need else None for x, need in zip(tensors[:5], needed)), None)
+        zeros = [torch.zeros_like(x, dtype=self.real) if need else None for x, need in zip(tensors[:5], needed)]
+        self.totals = Gradients(zeros[0], zeros[1], zeros[2], zeros[3], zeros[4], None)
         self.moves = bool(needed[1] or needed[2])
         self.every = {run: _rows_of(run, self.query, out, lse, residual) for run in self.schedule.rows[self.peers.rank]}
         # exp(score - lse) is as exact as lse is. Operators normalise rows with large lse again, from the keys that they are given.
         coarse = (lse.abs() > lse_limit(out.dtype)).logical_and_(lse.isfinite())
         self.shift = torch.where(coarse, lse, 0.0)[..., None] if bool(coarse.any()) else None
-        self.pending: dict[int, tuple[Pending, Piece | None, Tensor | None]] = {}  # by index of the piece
+        self.buffers = _Buffers(self.key, self.value, self.real)
+        # By place of the piece: messages, what is sent, and what comes home.
+        self.pending: dict[int, tuple[Pending, list[tuple[Piece, Tensor]], list[tuple[Piece, Tensor]]]] = {}
         self.arriving: dict[int, Tensor] = {}
 
     def run(self) -> list[Tensor | None]:
@@ -230,20 +248,14 @@ class _Backward:
                 for piece in list(held):
                     self._add(piece, *held[piece], *self._own(piece))
                 continue
-            here = {piece.index: piece for piece in held}
+            here = {piece.place: piece for piece in held}
             for index in indices:
                 self._settle(index)
-                piece = here.get(index)
                 grad = None
-                if self.moves and piece is not None and step[1] >= piece.start(step[0]):
-                    grad = self.arriving.pop(index) if step[1] > piece.start(step[0]) else self._zeros(piece)
-                if piece is not None and step[1] in piece.seen_at(step[0]):
-                    views = (None, None) if grad is None else _pair_views(grad, self.key, self.value, piece.length)
-                    self._add(piece, *held[piece], *views)
-                    del views
+                if index in here:
+                    grad = self._visit(here[index], step, *held[here[index]])
                 if self.moves:
-                    self._send_on(step, index, piece, grad)
-                del grad
+                    self._send_on(step, index, grad)
         for index in indices:
             self._settle(index)
         total = self.totals
@@ -257,40 +269,49 @@ class _Backward:
         grads = [None if grad is None else grad.narrow(-2, piece.at, piece.length) for grad in self.totals[1:3]]
         return grads[0], grads[1]
 
-    def _zeros(self, piece: Piece) -> Tensor:
-        return torch.zeros(_numel(self.key, self.value, piece.length), dtype=self.real, device=self.key.device)
+    def _visit(self, piece: Piece, step: Step, key: Tensor, value: Tensor) -> tuple[Piece, Tensor] | None:
+        """Adds what this rank's rows say to the piece's gradient, and returns that; None before it starts."""
+        direction, distance = step
+        grad = None
+        if self.moves and distance > piece.start(direction):
+            grad = self.arriving.pop(piece.place)
+        elif self.moves and distance == piece.start(direction):
+            grad = self.buffers.take(piece).zero_()
+        if distance in piece.seen_at(direction):
+            views = (None, None) if grad is None else _pair_views(grad, self.key, self.value, piece.length)
+            self._add(piece, key, value, *views)
+        return None if grad is None else (piece, grad)
 
-    def _send_on(self, step: Step, index: int, piece: Piece | None, grad: Tensor | None) -> None:
+    def _send_on(self, step: Step, index: int, grad: tuple[Piece, Tensor] | None) -> None:
         """To the next rank, or home; and receives that of the next step, or one that comes home."""
         (direction, distance), peers, schedule = step, self.peers, self.schedule
-        sends, receives = [], []
-        if grad is not None and piece is not None:
-            target = piece.owner if distance == piece.reach(direction) else (peers.rank + direction) % peers.size
-            sends.append((target, grad))
+        sends, receives, sent, returned = [], [], [], []
+        if grad is not None:
+            target = grad[0].owner if distance == grad[0].reach(direction) else (peers.rank + direction) % peers.size
+            sends.append((target, grad[1]))
+            sent.append(grad)
         for coming in schedule.at(peers.rank, (direction, distance + 1)):
-            if coming.index == index and distance + 1 > coming.start(direction):
-                self.arriving[index] = self._buffer(coming)
+            if coming.place == index and distance + 1 > coming.start(direction):
+                self.arriving[index] = self.buffers.take(coming)
                 receives.append(((peers.rank - direction) % peers.size, self.arriving[index]))
-        home, returned = None, None
         for own in schedule.pieces[peers.rank]:
-            if own.index == index and own.reach(direction) == distance:
-                home, returned = own, self._buffer(own)
-                receives.append(((peers.rank + direction * distance) % peers.size, returned))
-        self.pending[index] = peers.exchange(sends, receives), home, returned
-
-    def _buffer(self, piece: Piece) -> Tensor:
-        return torch.empty(_numel(self.key, self.value, piece.length), dtype=self.real, device=self.key.device)
+            if own.place == index and own.reach(direction) == distance:
+                returned.append((own, self.buffers.take(own)))
+                receives.append(((peers.rank + direction * distance) % peers.size, returned[0][1]))
+        self.pending[index] = peers.exchange(sends, receives), sent, returned
 
     def _settle(self, index: int) -> None:
         """Waits for what was sent and received of this piece; what came home is added."""
         if index not in self.pending:
             return
-        pending, home, returned = self.pending.pop(index)
+        pending, sent, returned = self.pending.pop(index)
         pending.wait()
-        if home is not None and returned is not None:
-            for grad, part in zip(self._own(home), _pair_views(returned, self.key, self.value, home.length), strict=True):
+        for home, flat in returned:
+            for grad, part in zip(self._own(home), _pair_views(flat, self.key, self.value, home.length), strict=True):
                 if grad is not None:
                     grad.add_(part)
+        for piece, flat in sent + returned:
+            self.buffers.give(piece, flat)
 
     def _add(self, piece: Piece, key: Tensor, value: Tensor, grad_key: Tensor | None, grad_value: Tensor | None) -> None:
         for run in self.schedule.blocks(self.peers.rank, piece):

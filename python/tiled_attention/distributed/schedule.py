@@ -22,7 +22,7 @@ class Piece(NamedTuple):
     """Keys begin <= j < end of the whole, rows [at, at + end - begin) of their owner."""
 
     owner: int
-    index: int  # among the pieces of the owner
+    place: int  # among the pieces of the owner
     begin: int
     end: int
     at: int
