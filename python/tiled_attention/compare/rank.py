@@ -31,6 +31,8 @@ from .ranks import sent_bytes
 MEASURED_HEADS, MEASURED_DIM = 4, 64
 TIMED_CALLS = 3
 SMALL = 64  # positions of a rank in the call that warms up
+# glibc, malloc.h and malloc/malloc.c: the bounds of the block size from which memory is mapped for itself
+M_MMAP_THRESHOLD, LEAST_KEPT, MOST_KEPT = -3, 2**17, 2**25
 
 
 def _meet(timeout: timedelta) -> None:
@@ -56,11 +58,13 @@ def _leaves(rows: int) -> list[Tensor]:
     return [torch.randn(1, MEASURED_HEADS, rows, MEASURED_DIM).requires_grad_(index < 3) for index in range(4)]
 
 
-def _settle() -> None:
-    """What is free goes back to the system, where its C library can be told to."""
+def _keep_freed_memory(keep: bool) -> None:
+    """Whether the C library keeps what is freed, as it learns to do with large blocks, or gives it back at once; glibc's alone is told."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        library = ctypes.CDLL(None)
+        library.mallopt(M_MMAP_THRESHOLD, MOST_KEPT if keep else LEAST_KEPT)
+        library.malloc_trim(0)
 
 
 def measure(operator: str, n: int, timeout: timedelta) -> dict[str, Any]:
@@ -84,12 +88,13 @@ def measure(operator: str, n: int, timeout: timedelta) -> dict[str, Any]:
         return between - before, after - between
 
     step(_leaves(SMALL))
-    _settle()
+    _keep_freed_memory(False)
     _meet(timeout)
     before = baseline()
     leaves = _leaves(n // num_ranks)
     sent = step(leaves)
     extra_bytes = peak() - before
+    _keep_freed_memory(True)
     seconds = []
     for _ in range(TIMED_CALLS):
         _meet(timeout)
