@@ -217,7 +217,7 @@ def check(options: Options, num_ranks: int) -> None:
         raise ValueError(f"seqlen: expected less than the held-out text, {len(held_out)}, got {options.seqlen}")
 
 
-def main(argv: Sequence[str] | None = None) -> Outcome | Curve:
+def main(argv: Sequence[str] | None = None) -> Outcome | Curve | None:
     parser = argparse.ArgumentParser(description="A character model of Hamlet, trained on one process and on several that share sequences.")
     parser.add_argument("--lines", type=int, default=1000, help="of the play (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="of training (default: %(default)s)")

@@ -37,7 +37,7 @@ class ShardedCase:
         generator = torch.Generator().manual_seed(self.case.seed + 1)
         inputs = self.case.inputs()
         given = inputs if isinstance(inputs, dict) else inputs.arguments()
-        leaves = {name: given.pop(name) for name in ("query", "key", "value", "log_decay") if name in given}
+        leaves: Tensors = {name: given.pop(name) for name in ("query", "key", "value", "log_decay") if name in given}
         query, value = leaves["query"], leaves["value"]
         shapes = {"out": (*query.shape[:-1], value.shape[-1])} | ({} if self.linear else {"lse": query.shape[:-1]})
         real = torch.float64 if query.dtype == torch.float64 else torch.float32
