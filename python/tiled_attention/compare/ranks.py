@@ -24,7 +24,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 TCP_INFO_SENT = struct.Struct("=QQ")
 TCP_INFO_SENT_OFFSET = 200
 SHOWN_LINES = 5
-SHUTDOWN_SECONDS = "5"  # what ranks that are ended have before they are killed
 
 
 class RankFailed(Exception):
@@ -96,7 +95,7 @@ def launch(program: Sequence[str], num_ranks: int, *, threads: int = 1, environm
     Raises:
         RankFailed: naming the ranks that failed by themselves; the others have been ended.
     """
-    own = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": SHUTDOWN_SECONDS}
+    own = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
         own["GLOO_SOCKET_IFNAME"] = "lo"
     with tempfile.TemporaryDirectory(prefix="ranks-") as logs, _own_settings(own | dict(environment or {})):
