@@ -1,12 +1,15 @@
 """Ring attention on local ranks beside one process: error, memory, bytes sent, work and time.
 
-`python benchmarks/distributed.py [--ranks 4] [--n 8192] [--method ring|all_to_all] [--layout zigzag|contiguous] [--json FILE]`, forward and
-backward, causal, gloo. Ranks are forked from one process that has imported torch, each with one thread. Memory is the most resident memory
-of a rank above what it held with the group set up and a small call made; that of one process is measured the same way, in a process of its
-own. The exit code is 1 where an error or the memory is above its limit.
+`python benchmarks/distributed.py [--ranks 4] [--n 8192] [--dtype float32] [--method ring] [--layout zigzag]`, forward and backward, causal,
+gloo. Ranks are forked from one process that has imported torch, each with one thread. Memory is the most resident memory of a rank
+above what it held with the group set up and a small call made; that of one process is measured the same way, in a process of its own. Its
+limit is that of one process divided by the ranks, two shards of keys and values, two of their gradients, and 10 %. The exit code is 1 where
+an error is more than twice that of one process or of rounding, or a float32 ring takes more memory than its limit.
 """
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import sys
@@ -24,6 +27,8 @@ import tiled_attention as ta
 from tiled_attention.compare.memory import _baseline, _peak
 from tiled_attention.distributed import gather_sequence, ring_attention, shard_sequence
 from tiled_attention.distributed.layout import lengths_of, runs_of
+
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 def inputs(options: argparse.Namespace, part: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -54,7 +59,7 @@ def measured(
         sent[0] += sum(op.tensor.numel() * op.tensor.element_size() for op in ops if op.op is dist.isend and op.tensor.dtype != torch.uint8)
         return real(ops)
 
-    dist.batch_isend_irecv = counting
+    dist.batch_isend_irecv = counting  # type: ignore[assignment]
     begin = time.perf_counter()
     out = attend(*tensors)
     out.backward(grad_out)
@@ -137,6 +142,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
+    with contextlib.suppress(OSError, AttributeError):  # glibc gives what is freed back at once: resident memory is then what is in use
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         forked(lambda: one(options, folder))
@@ -172,7 +179,9 @@ def main() -> None:
     print(f"sent        {listed([found['sent'] / mib for found in ranks], 2)} MiB")
     print(f"work        {listed([count / mean for count in pairs], 3)} of the mean")
     print(f"time        {alone['seconds']:.2f} s in one process, {seconds:.2f} s in the ranks, one thread each")
-    good = max(peaks) <= limit and all(error["ranks"] <= 2 * max(error["one"], error["rounding"]) for error in errors.values())
+    good = (max(peaks) <= limit or options.method != "ring" or options.dtype != "float32") and all(
+        error["ranks"] <= 2 * max(error["one"], error["rounding"]) for error in errors.values()
+    )
     if options.json:
         rows = {"options": {**vars(options), "json": None}, "errors": errors, "one": alone, "ranks": ranks, "limit": limit, "pairs": pairs}
         options.json.write_text(json.dumps(rows, indent=1))

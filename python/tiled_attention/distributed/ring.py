@@ -116,6 +116,9 @@ class _Buffers:
     def give(self, piece: Piece, flat: Tensor) -> None:
         self._free.setdefault(piece.length, []).append(flat)
 
+    def clear(self) -> None:
+        self._free.clear()
+
 
 class _Travel:
     """Pieces on their way: `steps` yields what is here at each step, while the next ones arrive."""
@@ -258,11 +261,15 @@ class _Backward:
                     self._send_on(step, index, grad)
         for index in indices:
             self._settle(index)
-        total = self.totals
+        self.buffers.clear()
         if self.by_row:
-            total = total._replace(bias=self._grad_rows().sum_to_size(self.bias.shape))
-        tensors = (self.query, self.key, self.value, self.bias, self.slopes)
-        grads = [None if grad is None else grad.to(x.dtype) for grad, x in zip(total[:5], tensors, strict=True)]
+            self.totals = self.totals._replace(bias=self._grad_rows().sum_to_size(self.bias.shape))
+        grads: list[Tensor | None] = []
+        for name, x in zip(Gradients._fields[:5], (self.query, self.key, self.value, self.bias, self.slopes), strict=True):
+            total = getattr(self.totals, name)
+            self.totals = self.totals._replace(**{name: None})
+            grads.append(None if total is None else total.to(x.dtype))
+            del total
         return [*grads, self._grad_sinks() if self.needed[5] else None]
 
     def _own(self, piece: Piece) -> tuple[Tensor | None, Tensor | None]:
