@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _PRELOADED = ["tiled_attention", "tiled_attention.distributed.tensor_parallel", "torch.distributed.fsdp", "pytest"]
 _TIMEOUT = 120.0
@@ -62,6 +64,23 @@ class Processes:
         for process in self._processes:
             process.kill()
             process.join()
+
+
+class Wire(TorchDispatchMode):
+    """What this rank hands to collectives and messages: the operator and its bytes, call by call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # DTensor first: what it comes to returns here
+            return NotImplemented
+        name = function._schema.name.partition("::")[2]
+        if function.namespace in ("c10d", "_c10d_functional") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+            tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+            self.calls.append((name, sum(x.numel() * x.element_size() for x in tensors)))
+        return function(*args, **(kwargs or {}))
 
 
 def processes(size: int) -> Processes:

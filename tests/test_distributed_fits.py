@@ -51,13 +51,14 @@ class Model(nn.Module):
         return x
 
 
-def build(**options: Any) -> Model:
+def build(dtype: torch.dtype = torch.float64, **options: Any) -> Model:
+    """In float64 the gradient of a key's bias, which is 0 but for rounding, moves no optimiser."""
     torch.manual_seed(1)
-    return Model(**options)
+    return Model(**options).to(dtype)
 
 
-def batch() -> Tensor:
-    return torch.randn(BATCH, N, DIM, generator=torch.Generator().manual_seed(2))
+def batch(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(BATCH, N, DIM, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
 def train(model: nn.Module, x: Tensor, steps: int = 3) -> list[float]:
@@ -93,18 +94,20 @@ def check_fsdp() -> None:
         for name, parameter in want.named_parameters():
             sharded = model.get_parameter(name)
             assert isinstance(sharded, DTensor) and sharded.to_local().numel() <= -(-parameter.numel() // size) + parameter[:1].numel()
-            torch.testing.assert_close(full(sharded), parameter.detach(), atol=2e-4, rtol=2e-3, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(full(sharded), parameter.detach(), atol=1e-7, rtol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def check_fsdp_in_16_bits() -> None:
     """Parameters and activations of bfloat16, gradients summed in float32."""
-    size, x = dist.get_world_size(), batch()
+    size, x = dist.get_world_size(), batch(torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = shard(build(), mesh=init_device_mesh("cpu", (size,)), mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    model = shard(
+        build(torch.float32), mesh=init_device_mesh("cpu", (size,)), mp_policy=policy, offload_policy=CPUOffloadPolicy(pin_memory=False)
+    )
     losses = train(model, x.chunk(size)[dist.get_rank()])
     mean = torch.tensor(losses)
     dist.all_reduce(mean)
-    torch.testing.assert_close(mean / size, torch.tensor(train(build(), x)), atol=0.0, rtol=3e-2)
+    torch.testing.assert_close(mean / size, torch.tensor(train(build(torch.float32), x)), atol=0.0, rtol=3e-2)
 
 
 def check_fsdp_and_tensor_parallel() -> None:
@@ -118,12 +121,17 @@ def check_fsdp_and_tensor_parallel() -> None:
     shard(model, mesh=mesh["data"])
     train(model, x.chunk(2)[mesh["data"].get_local_rank()])
     for name, parameter in want.named_parameters():
-        torch.testing.assert_close(full(model.get_parameter(name)), parameter.detach(), atol=2e-4, rtol=2e-3, msg=lambda m, n=name: f"{n}: {m}")
+        got = full(model.get_parameter(name)).view(parameter.shape)
+        torch.testing.assert_close(got, parameter.detach(), atol=1e-7, rtol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("size", (2, 4))
 def test_fsdp_trains_as_one_process(size: int):
     processes(size).run(check_fsdp)
+
+
+def test_fsdp_over_tensor_parallel():
+    processes(4).run(check_fsdp_and_tensor_parallel)
 
 
 def test_fsdp_in_16_bits():
@@ -155,18 +163,18 @@ def test_functional_call():
     loss.backward()
     grads = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).square().sum())(parameters)
     for name, parameter in other.named_parameters():
-        torch.testing.assert_close(grads[name], parameter.grad, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(grads[name], parameter.grad, atol=1e-9, rtol=1e-9)
     per_sample = torch.func.vmap(torch.func.grad(lambda p, x: torch.func.functional_call(model, p, (x[None],)).square().sum()), (None, 0))
     for name, grad in per_sample(parameters, x).items():
-        torch.testing.assert_close(grad.sum(0), grads[name], atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(grad.sum(0), grads[name], atol=1e-9, rtol=1e-9)
 
 
 def test_gradient_scaling():
     """A scaled loss in float16 autocast steps as the loss itself; a step with an infinite gradient is left out and the scale halved."""
-    x, models = batch(), (build(), build())
+    x, models = batch(torch.float32), (build(torch.float32), build(torch.float32))
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
-    for step in range(3):
+    for _ in range(3):
         for model, optimizer, scales in zip(models, optimizers, (False, True)):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):

@@ -9,30 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiled_attention as ta
 import tiled_attention.distributed
-from processes import Processes, processes
+from processes import Processes, Wire, processes
 
 SIZES = (2, 4)
 HEADS, HEADS_KV, DIM, DIM_V = 4, 2, 8, 6
 # Lengths of the pieces, of at most 4 ranks: even, uneven, with empty ones at either end and in the middle.
 LENGTHS = ((16, 16, 16, 16), (70, 3, 0, 129), (0, 5, 9, 0))
-
-
-class Wire(TorchDispatchMode):
-    """The bytes that this rank hands to collectives and sends, by operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.namespace in ("c10d", "_c10d_functional"):
-            tensors = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
-            self.calls.append((function._schema.name.partition("::")[2], sum(x.numel() * x.element_size() for x in tensors)))
-        return function(*args, **(kwargs or {}))
 
 
 def inputs(lengths: tuple[int, ...], dtype: torch.dtype, decay: str | None, state: bool, causal: bool) -> dict[str, Any]:
@@ -72,7 +57,12 @@ def attend(function: Any, x: dict[str, Any], given: dict[str, torch.Tensor], las
     if last:
         results, grads = [out, *after], [x["grad_out"], *x["grad_state"]]
     by_input = torch.autograd.grad(results, list(given.values()), grads)
-    return {"out": out.detach(), "kv": after.kv.detach(), "k_sum": after.k_sum.detach(), **{f"grad_{k}": g for k, g in zip(given, by_input)}}
+    return {
+        "out": out.detach(),
+        "kv": after.kv.detach(),
+        "k_sum": after.k_sum.detach(),
+        **{f"grad_{k}": g for k, g in zip(given, by_input)},
+    }
 
 
 def piece(x: dict[str, Any], lengths: tuple[int, ...], rank: int) -> dict[str, Any]:
@@ -95,7 +85,9 @@ def check_equal(lengths: tuple[int, ...], dtype: torch.dtype, decay: str | None,
     limit = {"atol": 1e-9, "rtol": 1e-9} if dtype == torch.float64 else {"atol": 2e-4, "rtol": 2e-3}
     for name in ("out", "grad_query", "grad_key", "grad_value", "grad_log_decay"):
         if name in want:
-            torch.testing.assert_close(got[name], want[name][:, :, begin : begin + lengths[rank]], **limit, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                got[name], want[name][:, :, begin : begin + lengths[rank]], **limit, msg=lambda m, n=name: f"{n}: {m}"
+            )
     for name in ("kv", "k_sum"):
         if rank == size - 1 or not causal:
             torch.testing.assert_close(got[name], want[name], **limit)
@@ -263,9 +255,10 @@ def check_errors() -> dict[str, str]:
 
 
 def _other_call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    from tiled_attention.distributed.ranks import Ranks
+    from tiled_attention.distributed import roll_call
+    from tiled_attention.distributed.peers import Peers
 
-    Ranks(dist.group.WORLD, None).roll_call("another call", {})
+    roll_call.hold(Peers(None, query.device, None), "another call", {})
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -329,7 +322,7 @@ def test_a_rank_without_a_loss_is_named_in_time():
     group = Processes(3)
     try:
         for message in group.run(check_lost_in_backward)[1:]:
-            assert message == "backward of distributed.linear_attention: rank 0 of 3 did not make this call within 1.5 s"
+            assert message == "backward of distributed.linear_attention: rank 0 did not make this call within 1.5 s"
     finally:
         group.close()
 
@@ -340,7 +333,7 @@ def test_a_lost_rank_is_named_in_time():
         group.run(check_wire, True, None)
         group.kill(1)
         for message, seconds in group.run(check_lost, (4, 4, 4), ranks=(0, 2)):
-            assert message == "distributed.linear_attention: rank 1 of 3 did not make this call within 1.5 s"
+            assert message == "distributed.linear_attention: rank 1 did not make this call within 1.5 s"
             assert seconds < 30
     finally:
         group.close()
@@ -359,9 +352,7 @@ def test_a_late_rank_hears_that_the_others_gave_up():
     group = Processes(2)
     try:
         first, second = group.run(check_late)
-        assert first == "distributed.linear_attention: rank 1 of 2 did not make this call within 0.5 s"
+        assert first == "distributed.linear_attention: rank 1 did not make this call within 0.5 s"
         assert second == f"distributed.linear_attention: rank 0 refused its call: gave up, since {first}"
     finally:
         group.close()
-
-

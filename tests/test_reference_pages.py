@@ -13,6 +13,7 @@ from torch import nn
 import tiled_attention as ta
 from tiled_attention.convert import Conversion
 from tiled_attention.counts import Flops, Memory
+from tiled_attention.distributed import HeadwiseParallel
 from tiled_attention.integrations.transformers import register
 
 PAGES = sorted((Path(__file__).resolve().parent.parent / "docs/reference").glob("*.md"))
@@ -31,6 +32,7 @@ BESIDE: dict[str, Any] = {
     "convert.Conversion": Conversion,
     "counts.Flops": Flops,
     "counts.Memory": Memory,
+    "distributed.tensor_parallel.HeadwiseParallel": HeadwiseParallel,
     "integrations.transformers.register": register,
 }
 SECTION = r"^{}:\n((?:(?: {{4}}.*)?\n)*)"

@@ -29,7 +29,6 @@ from .weights import attention_weights
 from .when_imported import when_imported
 
 
-
 def _register_dtensor_rules() -> None:
     from .distributed.dtensor import register
 

@@ -36,7 +36,7 @@ def refuse_shards(name: str, *tensors: Tensor) -> None:
     if inside_context_parallel() is not None and not any(is_traceable_wrapper_subclass(tensor) for tensor in tensors):
         raise RuntimeError(
             f"{name} inside torch's context_parallel would attend to the shard of this rank alone: call "
-            "torch.nn.functional.scaled_dot_product_attention, which context_parallel replaces, or tiled_attention.distributed.ring_attention"
+            "torch.nn.functional.scaled_dot_product_attention, which context_parallel replaces, or distributed.ring_attention"
         )
 
 
@@ -55,8 +55,8 @@ def attend_sharded(
     """scaled_dot_product_attention of such tensors, by `ring_attention` over the ranks of their mesh; the result sharded as query."""
     from torch.distributed.tensor import DTensor
 
-    from .masks import Causal
     from .distributed import ring_attention
+    from .masks import Causal
 
     if attn_mask is not None:
         raise ValueError(f"attn_mask must be None inside torch's context_parallel, got {tuple(attn_mask.shape)}: use is_causal")

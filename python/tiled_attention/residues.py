@@ -81,8 +81,8 @@ def _step(mask: Strided | Dilated) -> int:
 
 
 def serves(pattern: Pattern, args: Arguments) -> bool:
-    """Whether the views say all that these arguments (without the mask) mean: dropout counts positions, a bias has a row for each. Shards of
-    a DTensor take the block list: what is a view of one tensor, and written in place, is none of a sharded one."""
+    """Whether the views say all that these arguments (without the mask) mean: dropout counts positions, a bias has a row for each. A
+    DTensor takes the block list: views of its shards are no views of the whole, which is written in place here."""
     seqlen_q, seqlen_kv = args.query.shape[-2], args.key.shape[-2]
     if args.dropout_p > 0 or args.bias is not None or args.query_offset is not None or is_traceable_wrapper_subclass(args.query):
         return False

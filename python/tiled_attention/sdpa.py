@@ -57,8 +57,8 @@ def scaled_dot_product_attention(
         (..., seqlen_q, head_dim_v), dtype of query.
 
     Raises:
-        TypeError, ValueError, RuntimeError: naming the argument, where torch raises. RuntimeError where plain tensors are given inside torch's
-            `context_parallel`.
+        TypeError, ValueError, RuntimeError: naming the argument, where torch raises. RuntimeError where plain tensors are given inside
+            torch's `context_parallel`.
     """
     if F.scaled_dot_product_attention is not STOCK:  # as context_parallel replaces it
         refuse_shards("scaled_dot_product_attention", query, key, value)

@@ -41,7 +41,7 @@ class _Loader(Loader):
         self.loader, self.action = loader, action
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)  # type: ignore[no-any-return]
+        return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__.loader = module.__loader__ = self.loader  # type: ignore[union-attr]

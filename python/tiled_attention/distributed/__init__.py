@@ -1,4 +1,4 @@
-"""Attention over sequences and heads that are divided between the ranks of a torch.distributed process group."""
+"""Attention over tensors that are divided between the ranks of a torch.distributed process group."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ __all__ = ["HeadwiseParallel", "gather_sequence", "linear_attention", "ring_atte
 
 
 def __getattr__(name: str) -> Any:
-    if name == "HeadwiseParallel":  # importing DTensor takes as long as the rest
+    if name == "HeadwiseParallel":  # DTensor is imported by who uses it
         from .tensor_parallel import HeadwiseParallel
 
         return HeadwiseParallel

@@ -97,7 +97,7 @@ class _Call:
                     raise ValueError(f"{name} must be on the mesh of the others, {self.mesh}, got {value.device_mesh}")
             elif isinstance(value, Tensor) and (value.requires_grad or name in (leader, "key", "value", "key_cache", "value_cache")):
                 raise ValueError(
-                    f"{name} must be a DTensor on {self.mesh}, as other tensors of the call are, got a plain tensor: distribute_tensor makes one"
+                    f"{name} must be a DTensor on {self.mesh}, as other tensors of the call are, got a plain tensor: see distribute_tensor"
                 )
 
     def layout(self, name: str) -> Layout:
@@ -193,8 +193,8 @@ class _Call:
             raise ValueError(f"{name} is written in place and must have the placements {wanted} in this call, got {list(value.placements)}")
         return value.redistribute(placements=wanted).to_local()
 
-    def starts(self, role: Role) -> int:
-        """Where the shard of this rank begins in the dimension of the role, as torch.chunk cuts it, one mesh dimension after the other."""
+    def shard(self, role: Role) -> tuple[int, int]:
+        """Where the shard of this rank begins in the dimension of the role, and its size: as torch.chunk cuts, dimension by dimension."""
         begin, size = 0, self.sizes[role, False]
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
@@ -204,20 +204,25 @@ class _Call:
                 chunk = -(-size // self.mesh.size(mesh_dim))
                 first = min(coordinate[mesh_dim] * chunk, size)
                 begin, size = begin + first, min(chunk, size - first)
-        return begin
+        return begin, size
 
     def dropout_offsets(self) -> list[int]:
         batch, head, query, key = self.values["dropout_offsets"] or (0, 0, 0, 0)
         if HEADS in self.roles:
-            head += self.starts(HEADS)
+            head += self.shard(HEADS)[0]
         if 0 in self.roles:
-            batch += self.starts(0) * math.prod(self.sizes[role, False] for role in range(1, self.leading))
+            batch += self.shard(0)[0] * math.prod(self.sizes[role, False] for role in range(1, self.leading))
         return [batch, head, query, key]
 
     def run(self, op: Any) -> Any:
         locals_ = {name: self.local(name) for name in self.values}
         if self.values.get("dropout_p") and "dropout_offsets" in locals_:
             locals_["dropout_offsets"] = self.dropout_offsets()
+        if self.averages() and "grad_weights" in locals_:
+            locals_["grad_weights"] = locals_["grad_weights"] * self.share_of_heads()
+        for name in ("grad_kv", "grad_k_sum"):
+            if isinstance(locals_.get(name), Tensor) and not self.counts_states():
+                locals_[name] = torch.zeros_like(locals_[name])
         results = op(*locals_.values())
         if not self.returned:
             return None
@@ -231,9 +236,10 @@ class _Call:
         """The result `at` of this rank, as the shard, the copy or the summand of the whole that it is."""
         gradient = name.startswith("grad_")
         layout = self.layout(name.removeprefix("grad_") if gradient else name)
-        shape, placements = list(local.shape), [Replicate()] * self.mesh.ndim
+        shape = list(local.shape)
+        placements: list[Placement] = [Replicate()] * self.mesh.ndim
         is_left_out = not self.values["gradients"] >> at & 1 if gradient else local.dim() == 1 and local.numel() == 0
-        averages = self.values.get("average") is True and name == "out"
+        averages = self.averages() and name == "out"
         for mesh_dim, role in enumerate(self.roles):
             if role is None or is_left_out:
                 continue
@@ -244,18 +250,22 @@ class _Call:
                 shape[dim], placements[mesh_dim] = size, Shard(dim)
             elif gradient or averages:
                 placements[mesh_dim] = Partial()
-        if averages and HEADS in self.roles:
-            local = local * (self.heads_here() / self.sizes[HEADS, False])
+        if averages:
+            local = local * self.share_of_heads()
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=_strides(shape, local))
 
-    def heads_here(self) -> int:
-        size = self.sizes[HEADS, False]
+    def averages(self) -> bool:
+        """Whether the result is a mean over heads of which this rank has a part: the ranks' means, weighted with their heads, add up."""
+        return self.values.get("average") is True and HEADS in self.roles
+
+    def counts_states(self) -> bool:
+        """Whether gradients of states act on this rank. A state of one head is the same on all ranks of heads, whose gradients add up."""
+        shares = HEADS in self.roles and self.sizes[HEADS, True] == 1 < self.sizes[HEADS, False]
         coordinate: Any = self.mesh.get_coordinate()
-        for mesh_dim, at in enumerate(self.roles):
-            if at == HEADS:
-                chunk = -(-size // self.mesh.size(mesh_dim))
-                size = min(chunk, max(0, size - coordinate[mesh_dim] * chunk))
-        return size
+        return not shares or not any(at for at, role in zip(coordinate, self.roles) if role == HEADS)
+
+    def share_of_heads(self) -> float:
+        return self.shard(HEADS)[1] / self.sizes[HEADS, False]
 
 
 def _strides(shape: Sequence[int], local: Tensor) -> tuple[int, ...]:

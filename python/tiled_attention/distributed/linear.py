@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, Literal, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
@@ -17,12 +19,13 @@ from ..library import ops
 from ..linear_attention import linear_attention as _of_one_process
 from ..linear_autograd import linear_bwd_arguments
 from ..linear_call import FeatureMap, LinearState, out_dtype, prepare
-from .ranks import Ranks, group_of, seconds
+from . import roll_call
+from .peers import Peers, Pending
 
 _CALL = "distributed.linear_attention"
 _ONCE = (
-    f"{_CALL} is differentiated once, in reverse mode: no create_graph, forward mode or torch.func; use tiled_attention.linear_attention on "
-    "the whole sequence"
+    f"{_CALL} is differentiated once, in reverse mode: no create_graph, forward mode or torch.func; use "
+    "tiled_attention.linear_attention on the whole sequence"
 )
 State = tuple[Tensor, Tensor]
 
@@ -92,8 +95,8 @@ def linear_attention(
         query: (..., num_heads, seqlen_q, head_dim), the piece of this rank.
         key: (..., num_heads_kv, seqlen_kv, head_dim); with causal=True seqlen_kv is seqlen_q, of this rank.
         value: (..., num_heads_kv, seqlen_kv, head_dim_v).
-        group: a process group or a mesh of one dimension, all of whose ranks call: on CPU tensors over gloo, on CUDA tensors over NCCL. None:
-            the default group.
+        group: a process group or a mesh of one dimension, all of whose ranks call: on CPU tensors over gloo, on CUDA tensors over NCCL.
+            None: the default group.
         feature_map, causal, normalize, scale: as in `ta.linear_attention`, the same on all ranks.
         key_mask: of the keys of this rank.
         log_decay: of the tokens of this rank; either on all ranks or on none.
@@ -106,24 +109,22 @@ def linear_attention(
     Returns:
         out (..., num_heads, seqlen_q, head_dim_v) of the queries of this rank; with `return_state` (out, state).
 
-    Differentiable once, in reverse mode, in query, key, value, log_decay and initial_state, through out and the returned state. All ranks must
-    run backward, each for what it returned: a loss that reaches one rank alone makes the others wait for it, and then fail.
+    Differentiable once, in reverse mode, in query, key, value, log_decay and initial_state, through out and the returned state. All ranks
+    must run backward, each for what it returned: a loss that reaches one rank alone makes the others wait for it, and then fail.
 
     Raises:
         ValueError, TypeError: naming the argument; on every rank, where ranks disagree on shapes, dtypes or options.
         RuntimeError: naming the rank that did not make the call within `timeout`, was lost in it or refused it, on every other rank.
 
-    Source: Katharopoulos et al., Transformers are RNNs (2020), section 3.3, for the state; states as the only thing that crosses devices: Sun et
-    al., Linear attention sequence parallelism (2024), section 3.
+    Source: Katharopoulos et al., Transformers are RNNs (2020), section 3.3, for the state; states as what crosses devices: Sun et al.,
+    Linear attention sequence parallelism (2024).
     """
-    group = group_of(group)
-    timeout = seconds(timeout)
-    options = {"feature_map": feature_map, "causal": causal, "normalize": normalize, "scale": scale, "key_mask": key_mask}
-    if group.size() == 1:
+    peers = Peers(group, query.device if isinstance(query, Tensor) else torch.device("cpu"), timeout)
+    options: dict[str, Any] = {"feature_map": feature_map, "causal": causal, "normalize": normalize, "scale": scale, "key_mask": key_mask}
+    if peers.size == 1:
         options |= {"log_decay": log_decay, "initial_state": initial_state, "return_state": return_state}
-        return _of_one_process(query, key, value, **options)  # type: ignore[no-any-return, call-overload]
-    ranks = Ranks(group, timeout)
-    with ranks.reporting(_CALL):
+        return _of_one_process(query, key, value, **options)
+    with roll_call.reporting(peers, _CALL):
         args = prepare(
             query,
             key,
@@ -140,12 +141,12 @@ def linear_attention(
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             raise RuntimeError(_ONCE)
     records = needs_derivatives(args)
-    ranks.roll_call(_CALL, _facts(args, records))
+    roll_call.hold(peers, _CALL, _facts(args, records))
     function = _Causal if args.causal else _Full
     if records:
-        out, kv, k_sum = function.apply(ranks, *args)
+        out, kv, k_sum = function.apply(peers, *args)
     else:
-        (out, kv, k_sum), _ = function.run(ranks, args)
+        (out, kv, k_sum), _ = function.run(peers, args)
     out = out.to(out_dtype(query))
     return (out, LinearState(kv, k_sum)) if return_state else out
 
@@ -173,68 +174,67 @@ def _facts(args: LinearArguments, records: bool) -> dict[str, Any]:
 
 
 class _Causal(torch.autograd.Function):
-    """(ranks, LinearArguments) -> (out, kv, k_sum) of this rank."""
+    """(Peers, LinearArguments) -> (out, kv, k_sum) of this rank."""
 
     @staticmethod
-    def run(ranks: Ranks, args: LinearArguments) -> tuple[tuple[Tensor, Tensor, Tensor], LinearArguments]:
+    def run(peers: Peers, args: LinearArguments) -> tuple[tuple[Tensor, Tensor, Tensor], LinearArguments]:
         """The results, and the arguments with the state before this piece for the initial one."""
-        args = args if ranks.is_first else args._replace(initial_kv=None, initial_k_sum=None)
+        args = args if _is_first(peers) else args._replace(initial_kv=None, initial_k_sum=None)
         results = None
-        if ranks.is_first and args.log_decay is not None:
+        if _is_first(peers) and args.log_decay is not None:
             results = _forward(args)
             added = results[1:]
-        elif not ranks.is_last:
+        elif not _is_last(peers):
             added = _added(args)
-        if not ranks.is_first:
-            args = _with_state(args, _unpack(ranks.receive(_like_state(args), ranks.rank - 1), args))
-        work = None
-        if not ranks.is_last:
+        if not _is_first(peers):
+            args = _with_state(args, _received(peers, peers.rank - 1, args))
+        sent = None
+        if not _is_last(peers):
             before = (args.initial_kv, args.initial_k_sum)
             state = added if results is not None or before[0] is None else _plus(added, _decayed(before, args.log_decay))
-            message = _pack(state)
-            work = ranks.send(message, ranks.rank + 1)
+            sent = _send(peers, peers.rank + 1, state)
         results = results or _forward(args)
-        if work is not None:
-            ranks.finish(work, ranks.rank + 1, message)
+        if sent is not None:
+            sent.wait()
         return results, args
 
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, peers: Peers, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         args = LinearArguments(*inputs)
-        results, with_state = _Causal.run(ranks, args)
+        results, with_state = _Causal.run(peers, args)
         save(ctx, with_state)
-        ctx.ranks, ctx.given = ranks, LinearGradients(*(None if x is None else (x.shape, x.dtype) for x in pick(args, LinearGradients)))
+        ctx.peers, ctx.given = peers, [None if x is None else (x.shape, x.dtype) for x in (args.initial_kv, args.initial_k_sum)]
         ctx.set_materialize_grads(True)
         return results
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, *by_state: Tensor) -> Any:
-        ranks, (args, _) = ctx.ranks, saved(ctx)
-        _begin_backward(ranks)
+        peers, (args, _) = ctx.peers, saved(ctx)
+        _begin_backward(peers)
         wanted = pick(ctx.needs_input_grad[1:], LinearGradients)
         for_state = wanted._replace(initial_kv=True, initial_k_sum=True)
         after: State = (by_state[0], by_state[1])
-        message, work = None, None
-        if not ranks.is_last:
-            added = None if ranks.is_first else _gradients((grad_out, *after), args, _STATE_ALONE)[4:]
-            received = _unpack(ranks.receive(_like_state(args), ranks.rank + 1), args)
+        sent = None
+        if not _is_last(peers):
+            added = None if _is_first(peers) else _gradients((grad_out, *after), args, _STATE_ALONE)[4:]
+            received = _received(peers, peers.rank + 1, args)
             if added is not None:
-                message = _pack(_plus(added, _decayed(received, args.log_decay)))
-                work = ranks.send(message, ranks.rank - 1)
+                sent = _send(peers, peers.rank - 1, _plus(added, _decayed(received, args.log_decay)))
             after = _plus(after, received)
-        grads = _gradients((grad_out, *after), args, for_state if ranks.is_last else wanted if ranks.is_first else _without_state(wanted))
-        if ranks.is_last:
-            message = _pack(grads[4:])
-            work = ranks.send(message, ranks.rank - 1)
+        grads = _gradients(
+            (grad_out, *after), args, for_state if _is_last(peers) else wanted if _is_first(peers) else _without_state(wanted)
+        )
+        if _is_last(peers):
+            sent = _send(peers, peers.rank - 1, grads[4:])
         results = LinearGradients(*(grad if want else None for grad, want in zip(grads, wanted)))
-        if not ranks.is_first:  # what was given for the initial state acts on nothing here
+        if not _is_first(peers):  # what was given for the initial state acts on nothing here
             unread = (
                 torch.zeros(given[0], dtype=given[1], device=grad_out.device) if want and given else None
-                for given, want in zip(ctx.given[4:], wanted[4:])
+                for given, want in zip(ctx.given, wanted[4:])
             )
             results = LinearGradients(*results[:4], *unread)
-        if work is not None:
-            ranks.finish(work, ranks.rank - 1, message)
+        if sent is not None:
+            sent.wait()
         return (None, *spread(results, LinearArguments))
 
 
@@ -242,45 +242,50 @@ class _Full(torch.autograd.Function):
     """The same without order: the state of all keys is a sum over the ranks."""
 
     @staticmethod
-    def run(ranks: Ranks, args: LinearArguments) -> tuple[tuple[Tensor, Tensor, Tensor], LinearArguments]:
-        state = _unpack(ranks.sum(_pack(_added(args))), args)
+    def run(peers: Peers, args: LinearArguments) -> tuple[tuple[Tensor, Tensor, Tensor], LinearArguments]:
+        state = _summed(peers, _added(args), args)
         return (_forward(_reading(args, state))[0], *state), args
 
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, peers: Peers, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         args = LinearArguments(*inputs)
-        results, _ = _Full.run(ranks, args)
+        results, _ = _Full.run(peers, args)
         save(ctx, args, *results[1:])
-        ctx.ranks = ranks
+        ctx.peers = peers
         ctx.set_materialize_grads(True)
         return results
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, *by_state: Tensor) -> Any:
-        ranks, (args, state) = ctx.ranks, saved(ctx)
-        _begin_backward(ranks)
+        peers, (args, state) = ctx.peers, saved(ctx)
+        _begin_backward(peers)
         wanted = pick(ctx.needs_input_grad[1:], LinearGradients)
-        reads = LinearGradients(wanted.query, False, False, False, True, True)
+        reads = _wanted(query=wanted.query, initial_kv=True, initial_k_sum=True)
         by_query, _, _, _, *by_sum = _gradients((grad_out, None, None), _reading(args, state), reads)
-        by_sum = _unpack(ranks.sum(_pack(_plus((by_sum[0], by_sum[1]), (by_state[0], by_state[1])))), args)
-        keys = LinearGradients(False, wanted.key, wanted.value, False, False, False)
-        _, by_key, by_value, *_ = _gradients((None, *by_sum), _without_queries(args), keys)
+        total = _summed(peers, _plus(by_sum, by_state), args)
+        keys = _wanted(key=wanted.key, value=wanted.value)
+        _, by_key, by_value, *_ = _gradients((None, *total), _without_queries(args), keys)
         grads = LinearGradients(by_query, by_key, by_value, None, None, None)
         return (None, *spread([grad if want else None for grad, want in zip(grads, wanted)], LinearArguments))
 
 
-_STATE_ALONE = LinearGradients(False, False, False, False, True, True)  # type: ignore[arg-type]
+def _wanted(**wants: Any) -> Any:
+    """Which gradients are wanted: True for each of these."""
+    return LinearGradients(*(wants.get(name, False) for name in LinearGradients._fields))
 
 
-def _without_state(wanted: LinearGradients) -> LinearGradients:
-    return wanted._replace(initial_kv=False, initial_k_sum=False)  # type: ignore[arg-type]
+_STATE_ALONE = _wanted(initial_kv=True, initial_k_sum=True)
 
 
-def _begin_backward(ranks: Ranks) -> None:
-    with ranks.reporting(f"backward of {_CALL}"):
+def _without_state(wanted: Any) -> Any:
+    return wanted._replace(initial_kv=False, initial_k_sum=False)
+
+
+def _begin_backward(peers: Peers) -> None:
+    with roll_call.reporting(peers, f"backward of {_CALL}"):
         if is_differentiating():
             raise RuntimeError(_ONCE)
-    ranks.roll_call(f"backward of {_CALL}", {})
+    roll_call.hold(peers, f"backward of {_CALL}", {})
 
 
 def _forward(args: LinearArguments) -> tuple[Tensor, Tensor, Tensor]:
@@ -288,7 +293,7 @@ def _forward(args: LinearArguments) -> tuple[Tensor, Tensor, Tensor]:
         return ops.linear_attention_fwd(*args)
 
 
-def _gradients(grads: Any, args: LinearArguments, wanted: LinearGradients) -> tuple[Tensor, ...]:
+def _gradients(grads: Any, args: LinearArguments, wanted: Any) -> tuple[Tensor, ...]:
     """The results of linear_attention_bwd; without the gradients of a state where the call has none."""
     if args.initial_kv is None:
         wanted = _without_state(wanted)
@@ -325,7 +330,7 @@ def _reading(args: LinearArguments, state: State) -> LinearArguments:
 def _decayed(state: Any, log_decay: Tensor | None) -> State:
     """A state, or the gradient of one, over all tokens of this rank. A gate that forgets leaves nothing, whatever was there."""
     if log_decay is None:
-        return state  # type: ignore[no-any-return]
+        return state
     factor, forgets = log_decay.sum(-2).exp(), (log_decay.exp() == 0).any(-2)  # (..., heads, 1 or head_dim)
     kv = torch.where(forgets[..., None], 0.0, state[0] * factor[..., None])
     return kv, torch.where(forgets, 0.0, state[1] * factor)
@@ -345,14 +350,39 @@ def _sizes(args: LinearArguments) -> tuple[torch.Size, torch.Size]:
     return torch.Size((*k_sum, args.value.shape[-1])), k_sum
 
 
-def _like_state(args: LinearArguments) -> Tensor:
-    """A message: kv and behind it k_sum, flat."""
-    kv, k_sum = _sizes(args)
-    return args.key.new_empty(kv.numel() + k_sum.numel(), dtype=real_dtype(args.key.dtype))
-
-
 def _pack(state: Any) -> Tensor:
+    """A message: kv and behind it k_sum, flat."""
     return torch.cat([part.reshape(-1) for part in state])
+
+
+def _send(peers: Peers, to: int, state: Any) -> Pending:
+    return peers.exchange([(to, _pack(state))], [])
+
+
+def _received(peers: Peers, source: int, args: LinearArguments) -> State:
+    message = args.key.new_empty(sum(size.numel() for size in _sizes(args)), dtype=real_dtype(args.key.dtype))
+    peers.exchange([], [(source, message)]).wait()
+    return _unpack(message, args)
+
+
+def _summed(peers: Peers, state: Any, args: LinearArguments) -> State:
+    """The sum over all ranks."""
+    message = _pack(state)
+    if message.numel():
+        try:
+            work = dist.all_reduce(message, group=peers.group, async_op=True)
+            work.wait(*([] if peers.timeout is None or message.is_cuda else [timedelta(seconds=peers.timeout)]))
+        except RuntimeError as error:
+            raise peers.lost(peers.others(), error) from error
+    return _unpack(message, args)
+
+
+def _is_first(peers: Peers) -> bool:
+    return peers.rank == 0
+
+
+def _is_last(peers: Peers) -> bool:
+    return peers.rank == peers.size - 1
 
 
 def _unpack(message: Tensor, args: LinearArguments) -> State:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from ..convert import ConvertedMultiheadAttention
 from ..multihead_attention import Columns, InProjection, MultiheadAttention, check_arguments, heads_attention, merge_masks
 
 
@@ -23,12 +22,13 @@ class HeadwiseParallel(ParallelStyle):
     where they are asked for, are gathered besides. Results are those of the module before. With dropout all ranks must draw from the same
     `torch.manual_seed`; they drop what one process would.
 
-    Parameters become DTensors under their names and shapes. `in_proj_weight` and `in_proj_bias` hold three matrices one behind the other,
-    each of which is divided; `full_tensor()` of them is the parameter before. The values of rank 0 are taken.
+    Parameters become DTensors under their names; `full_tensor()` of one is the parameter before. `in_proj_weight` and `in_proj_bias`, which
+    hold the projections of query, key and value one behind the other, get a dimension for these, (3, embed_dim, embed_dim) and (3,
+    embed_dim), of which the second is divided. The values of rank 0 are taken. FSDP2 may shard the result over another mesh dimension.
 
     Args:
-        input_layouts: how inputs that are plain tensors lie on the mesh: `Replicate()`, the same on all ranks, or `Shard(dim)`, then they are
-            gathered. Default `Replicate()`.
+        input_layouts: how inputs that are plain tensors lie on the mesh: `Replicate()`, the same on all ranks, or `Shard(dim)`, then they
+            are gathered. Default `Replicate()`.
         output_layouts: how the output is to lie: `Replicate()`, by an all-reduce, or `Shard(dim)`, by a reduce-scatter. Default
             `Replicate()`.
         use_local_output: return the local plain tensor rather than a DTensor. Default True.
@@ -49,29 +49,30 @@ class HeadwiseParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if type(module) is not MultiheadAttention:
+        if not isinstance(module, MultiheadAttention) or type(module) not in (MultiheadAttention, ConvertedMultiheadAttention):
             raise TypeError(f"HeadwiseParallel divides a tiled_attention.MultiheadAttention, got {type(module).__name__}")
         if device_mesh.ndim != 1:
             raise ValueError(f"device_mesh must have one dimension, got {tuple(device_mesh.shape)}: take the part for tensor parallelism")
         size = device_mesh.size()
         if module.num_heads % size:
             raise ValueError(f"num_heads must be a multiple of the {size} ranks of the mesh, got {module.num_heads}")
-        for name, dim, parts in (
-            ("in_proj_weight", 0, 3),
-            ("in_proj_bias", 0, 3),
-            ("q_proj_weight", 0, 1),
-            ("k_proj_weight", 0, 1),
-            ("v_proj_weight", 0, 1),
-            ("bias_k", 2, 1),
-            ("bias_v", 2, 1),
+        for name, shape, dim in (
+            ("in_proj_weight", (3, module.embed_dim, module.embed_dim), 1),
+            ("in_proj_bias", (3, module.embed_dim), 1),
+            ("q_proj_weight", (module.embed_dim, module.embed_dim), 0),
+            ("k_proj_weight", (module.embed_dim, module.kdim), 0),
+            ("v_proj_weight", (module.embed_dim, module.vdim), 0),
+            ("bias_k", (1, 1, module.embed_dim), 2),
+            ("bias_v", (1, 1, module.embed_dim), 2),
         ):
             parameter = getattr(module, name)
             if parameter is not None:
-                shards = _divided(parameter, device_mesh, dim, parts, self.src_data_rank)
+                shards = distribute_tensor(parameter.detach().view(shape), device_mesh, [Shard(dim)], src_data_rank=self.src_data_rank)
                 module.register_parameter(name, nn.Parameter(shards, requires_grad=parameter.requires_grad))
         rows = RowwiseParallel(output_layouts=self.output_layouts, use_local_output=self.use_local_output)
         rows.src_data_rank = self.src_data_rank
-        parallelize_module(module.out_proj, device_mesh, rows)
+        out_proj: nn.Module = module.out_proj
+        parallelize_module(out_proj, device_mesh, rows)
         module.__class__ = HeadwiseMultiheadAttention
         module.input_layouts, module.mesh = self.input_layouts, device_mesh  # type: ignore[assignment]
         return module
@@ -135,21 +136,13 @@ class HeadwiseMultiheadAttention(MultiheadAttention):
         return x if x is None or isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
 
     def _in_projection(self, is_one: bool) -> InProjection:
-        bias = _local(self.in_proj_bias)
+        bias = None if self.in_proj_bias is None else _local(self.in_proj_bias).flatten()
         if self.in_proj_weight is None:
             return InProjection(None, _local(self.q_proj_weight), _local(self.k_proj_weight), _local(self.v_proj_weight), bias)
-        packed: Any = _local(self.in_proj_weight)
-        return InProjection(packed, None, None, None, bias) if is_one else InProjection(None, *packed.chunk(3), bias)
-
-
-def _divided(parameter: Tensor, mesh: DeviceMesh, dim: int, parts: int, source: int | None) -> DTensor:
-    """Each of `parts` equal parts along `dim` divided over the ranks."""
-    with torch.no_grad():
-        whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=source).to_local()
-        shards = [part.chunk(mesh.size(), dim)[mesh.get_local_rank()] for part in whole.chunk(parts, dim)]
-        placement: Placement = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
-        local = torch.cat(shards, dim)
-        return DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+        weights: Any = _local(self.in_proj_weight)  # (3, embed_dim / ranks, embed_dim)
+        if is_one:
+            return InProjection(weights.flatten(0, 1), None, None, None, bias)
+        return InProjection(None, weights[0], weights[1], weights[2], bias)
 
 
 def _local(parameter: Any) -> Any:
