@@ -38,4 +38,19 @@ exist is null:
                      served {layer: calls}, all_served
     failures         what broke, as text; the command exits with 1 unless this is empty
     seconds          how long each step took
+
+`compare --distributed N` compares N processes that share a sequence with one, and nothing else. Its JSON is `distributed.json`:
+
+    version, quick, machine, failures, seconds   as above
+    ranks            N
+    num_heads        of what is measured, as head_dim
+    parity           rows of one tensor of one call: case, dtype, n, tensor, one_process (root mean square of its distance from float64),
+                     tiled (the same of the ranks from one process), limit, largest (error of the ranks against float64), largest_limit,
+                     passed
+    work             rows of layout, n, shares (causal pairs of each rank, over their mean), limit, passed (null: not judged)
+    measured         rows of operator, n: one_bytes, bytes [of each rank] (peak above the interpreter's baseline, inputs and results
+                     included), limit, passed (null where one process needs too little to judge), one_seconds, seconds (of the slowest
+                     rank, forward+backward)
+    sent             rows of operator, n, direction: bytes [of each rank over its connections to others] (null where the system does not
+                     count them), formula (of all ranks), limit, passed
 """

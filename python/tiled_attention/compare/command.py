@@ -34,6 +34,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,...",
         help="sequence lengths for parity (at least 64), speed and memory in place of the usual ones",
     )
+    parser.add_argument(
+        "--distributed",
+        type=_at_least(int, 1),
+        metavar="N",
+        help="compare nothing but N processes that share a sequence with one; with --out it writes distributed.json and a plot",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_at_least(float, 1),
+        default=300.0,
+        metavar="SECONDS",
+        help="with --distributed: how long a process waits for another before that one is lost (default: %(default)g)",
+    )
+
+
+def _at_least(kind: type[int] | type[float], least: int) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = kind(text)
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"expected a number of at least {least}, got {text}")
+        return value
+
+    number.__name__ = "number"
+    return number
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -207,11 +231,36 @@ def run(arguments: argparse.Namespace) -> int:
 
     # Narrower, the tables would lose digits.
     console = Console(width=max(MIN_WIDTH, Console().width))
+    if arguments.distributed is not None:
+        return _run_distributed(arguments, threads, console)
     results = compare(arguments.quick, threads, arguments.sizes, console)
     report.show(console, results)
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "compare.json").write_text(json.dumps(results, indent=1))
         paths = [arguments.out / "compare.json", *plots.write(results, arguments.out)]
+        console.print("written: " + ", ".join(str(path) for path in paths), highlight=False)
+    return 1 if results["failures"] else 0
+
+
+def _run_distributed(arguments: argparse.Namespace, threads: int, console: Any) -> int:
+    """The same of `--distributed`; 1 also where a rank failed or was lost."""
+    from . import distributed, plots, report
+    from .ranks import RankFailed
+
+    problem = distributed.problem()
+    if problem is not None:
+        print(f"--distributed: {problem}", file=sys.stderr)
+        return 2
+    try:
+        results = distributed.run(arguments.quick, arguments.sizes, arguments.distributed, threads, arguments.timeout, console)
+    except RankFailed as failed:
+        print(f"--distributed {arguments.distributed}: {failed}", file=sys.stderr)
+        return 1
+    report.show_distributed(console, results)
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "distributed.json").write_text(json.dumps(results, indent=1))
+        paths = [arguments.out / "distributed.json", plots.distributed(results, arguments.out / "distributed.png")]
         console.print("written: " + ", ".join(str(path) for path in paths), highlight=False)
     return 1 if results["failures"] else 0

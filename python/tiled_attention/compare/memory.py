@@ -39,7 +39,7 @@ def _resident(name: str) -> int:
     return int(match.group(1)) * 1024
 
 
-def _peak() -> int:
+def peak() -> int:
     """The most resident memory so far, in bytes."""
     with contextlib.suppress(OSError, AssertionError):
         return _resident("VmHWM")
@@ -47,12 +47,12 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _baseline() -> int:
+def baseline() -> int:
     """The resident memory now, from which the peak counts anew where the system allows that."""
     with contextlib.suppress(OSError, AssertionError):
         Path("/proc/self/clear_refs").write_text("5")
         return _resident("VmRSS")
-    return _peak()
+    return peak()
 
 
 def measure(
@@ -112,15 +112,15 @@ def measure(
 
     call(*make(32))
     problem = make(n)
-    base = _baseline()
+    base = baseline()
     call(*problem)
-    peak = _peak() - base
+    extra_bytes = peak() - base
     seconds = []
     for _ in range(timed_calls):
         start = time.perf_counter()
         call(*problem)
         seconds.append(time.perf_counter() - start)
-    return {"bytes": max(0, peak), "seconds": statistics.median(seconds) if seconds else math.nan}
+    return {"bytes": max(0, extra_bytes), "seconds": statistics.median(seconds) if seconds else math.nan}
 
 
 def in_fresh_process(**options: Any) -> dict[str, float]:

@@ -151,6 +151,25 @@ def masks(n: int, path: Path) -> Path:
     return _save(figure, path)
 
 
+def distributed(results: Mapping[str, Any], path: Path) -> Path:
+    """Memory and time over length, of one process and of the ranks."""
+    operators = list(dict.fromkeys(row["operator"] for row in results["measured"]))
+    figure, axes = pyplot.subplots(2, len(operators), squeeze=False, sharex=True, figsize=(4 * len(operators), 6))
+    for operator, (above, below) in zip(operators, axes.T):
+        rows = [row for row in results["measured"] if row["operator"] == operator]
+        lengths = [row["n"] for row in rows]
+        above.plot(lengths, [row["one_bytes"] / 2**20 for row in rows], marker="o", label="one process")
+        above.plot(lengths, [max(row["bytes"]) / 2**20 for row in rows], marker="o", label=f"a rank of {results['ranks']}")
+        above.set(title=f"{operator}, causal", ylabel="MiB")
+        below.plot(lengths, [row["one_seconds"] * 1e3 for row in rows], marker="o")
+        below.plot(lengths, [row["seconds"] * 1e3 for row in rows], marker="o")
+        below.set(ylabel="ms, forward+backward")
+        for axis in (above, below):
+            _over_lengths(axis, lengths)
+    axes[0][0].legend()
+    return _save(figure, path)
+
+
 def write(results: Mapping[str, Any], folder: Path) -> list[Path]:
     """All plots, in `folder`."""
     return [

@@ -261,6 +261,70 @@ def training_table(training: Mapping[str, Any]) -> Table:
     return _table("nn.TransformerEncoder in training", "step, loss, loss converted", lines, caption=caption)
 
 
+def distributed_tables(results: Mapping[str, Any]) -> list[Table]:
+    """Of `compare --distributed`: parity with one process, work, memory, time and traffic of the ranks."""
+    ranks, parity = results["ranks"], results["parity"]
+
+    def line(row: Mapping[str, Any]) -> list[str]:
+        names = ("one_process", "tiled", "limit", "largest", "largest_limit")
+        return [row["case"], row["dtype"], row["tensor"], *(_number(row[name]) for name in names), _mark(row["passed"])]
+
+    def judged(row: Mapping[str, Any]) -> str:
+        return "-" if row["passed"] is None else _mark(row["passed"])
+
+    shown = [*_nearest_to_limit(parity), *(row for row in parity if not row["passed"])]
+    caption = (
+        f"{len(parity)} tensors, {sum(row['passed'] for row in parity)} within their limit; root mean squares of the distance "
+        "of one process from float64 and of the ranks from one process; largest: error of the ranks against float64"
+    )
+    title = f"{ranks} ranks: distance from one process, of the tensor nearest to its limit"
+    tables = [
+        _table(
+            title, "case, dtype, tensor, one process, ranks, limit, largest, its limit, within", map(line, shown), left=3, caption=caption
+        )
+    ]
+    work = (
+        [row["layout"], str(row["n"]), *(f"{share:.3f}" for share in (min(row["shares"]), max(row["shares"]))), judged(row)]
+        for row in results["work"]
+    )
+    tables.append(_table("Causal pairs of a rank, over the mean", "positions, n, least, most, within", work))
+
+    measured = (
+        [
+            *(row["operator"], str(row["n"])),
+            *(f"{value / 2**20:.1f}" for value in (row["one_bytes"], max(row["bytes"]), row["limit"])),
+            judged(row),
+            *(_milliseconds(row[name]) for name in ("one_seconds", "seconds")),
+        ]
+        for row in results["measured"]
+    )
+    columns = "operator, n, one process MiB, rank MiB, limit, within, one process ms, ranks ms"
+    caption = (
+        f"batch 1, {results['num_heads']} heads of {results['head_dim']}, float32, causal, forward and backward; MiB: above the baseline "
+        f"of the interpreter, the most of any rank; {results['machine']['threads']} threads in one process, and shared out to the ranks; - "
+        "where it is too small to judge"
+    )
+    tables.append(_table("Memory and time", columns, measured, caption=caption))
+    sent = (
+        [
+            *(row["operator"], row["direction"], str(row["n"])),
+            *("-" if value is None else f"{value / 2**10:.1f}" for value in (row["bytes"] and sum(row["bytes"]), row["formula"])),
+            judged(row),
+        ]
+        for row in results["sent"]
+    )
+    caption = "of all ranks, over their connections to each other, with headers and what they tell each other before a call"
+    return [*tables, _table("Traffic: KiB sent", "operator, direction, n, counted, by formula, equal", sent, left=2, caption=caption)]
+
+
+def _verdict(console: Console, results: Mapping[str, Any], held: str) -> None:
+    for line in machine_lines(results["machine"]):
+        console.print(line, highlight=False)
+    for failure in results["failures"]:
+        console.print(f"[bold red]{failure}[/]")
+    console.print("[bold red]Something is broken: see above.[/]" if results["failures"] else f"[bold green]{held}[/]")
+
+
 def show(console: Console, results: Mapping[str, Any]) -> None:
     """Everything that was measured, and the verdict."""
     parts: list[Table | str] = list(parity_tables(results["parity"]))
@@ -275,9 +339,12 @@ def show(console: Console, results: Mapping[str, Any]) -> None:
     for part in parts:
         console.print(part)
         console.print()
-    for line in machine_lines(results["machine"]):
-        console.print(line, highlight=False)
-    for failure in results["failures"]:
-        console.print(f"[bold red]{failure}[/]")
-    held = "[bold green]All limits hold; every replaced layer was served.[/]"
-    console.print("[bold red]Something is broken: see above.[/]" if results["failures"] else held)
+    _verdict(console, results, "All limits hold; every replaced layer was served.")
+
+
+def show_distributed(console: Console, results: Mapping[str, Any]) -> None:
+    """The same of `compare --distributed`."""
+    for table in distributed_tables(results):
+        console.print(table)
+        console.print()
+    _verdict(console, results, "All limits hold.")
