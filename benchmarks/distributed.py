@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tiled_attention as ta
-from tiled_attention.compare.memory import _baseline, _peak
+from tiled_attention.compare.memory import baseline, peak
 from tiled_attention.distributed import gather_sequence, ring_attention, shard_sequence
 from tiled_attention.distributed.layout import lengths_of, runs_of
 
@@ -50,7 +50,7 @@ def measured(
     small = argparse.Namespace(**{**vars(options), "n": 64 * options.ranks})
     warm, grad = inputs(small, part)
     attend(*warm).backward(grad)
-    base = _baseline()
+    base = baseline()
     tensors, grad_out = inputs(options, part)
     sent = [0]
     real = dist.batch_isend_irecv
@@ -65,7 +65,7 @@ def measured(
     out.backward(grad_out)
     seconds = time.perf_counter() - begin
     dist.batch_isend_irecv = real
-    found: dict[str, float] = {"bytes": _peak() - base, "seconds": seconds, "sent": sent[0]}
+    found: dict[str, float] = {"bytes": peak() - base, "seconds": seconds, "sent": sent[0]}
     return found, [out.detach(), *(x.grad for x in tensors if x.grad is not None)]
 
 
