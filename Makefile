@@ -1,4 +1,4 @@
-# Everything from a fresh clone: `make compare`, `make test`. Needs Python >= 3.10, g++ >= 11 or clang >= 14, and make.
+# Everything from a fresh clone: `make compare`, `make test`. Needs Python >= 3.10, g++ >= 11, and make.
 #
 # The environment is the active one where its Python has torch >= 2.10, and .venv otherwise. Nothing here lets a dependency replace that torch:
 # every pip call is constrained to the version found, and none builds in isolation.
