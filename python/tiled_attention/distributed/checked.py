@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import Arguments, real_dtype
+from ..arguments import Arguments, is_by_distance, real_dtype
 from ..call import check_float, prepare
 from ..fake import check_query_key_value
 from ..mask_checks import check_bool, check_broadcasts
@@ -17,7 +17,6 @@ from ..relative_bias import RelativeBias
 from ..rotary import RotaryEmbedding, check_rotary
 from .layout import Run
 from .local_masks import text_of
-from .ring import is_band
 
 
 class Call(NamedTuple):
@@ -135,7 +134,7 @@ def check_keys(call: Call, lengths: tuple[int, int]) -> None:
         if tensor.shape[-1] not in (1, lengths[1]):
             raise ValueError(f"mask must have the {lengths[1]} keys of all ranks, or 1, in its last dimension, got {tensor.shape[-1]}")
     bias = call.bias
-    if isinstance(bias, Tensor) and bias.shape[-1] not in (1, lengths[1]) and not is_band(bias, lengths):
+    if isinstance(bias, Tensor) and bias.shape[-1] not in (1, lengths[1]) and not is_by_distance(bias, *lengths):
         raise ValueError(
             f"bias must have the {lengths[1]} keys of all ranks, or 1, in its last dimension, or be (..., 1, {sum(lengths) - 1}) by "
             f"distance, got {tuple(bias.shape)}"

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..arguments import Arguments, Gradients, real_dtype
+from ..arguments import Arguments, Gradients, is_by_distance, real_dtype
 from ..fake import dense_like
 from ..lowering import lower
 from ..masks import Mask
@@ -69,7 +69,7 @@ def _arguments(ring: Ring, rows: _Rows, piece: Piece, key: Tensor, value: Tensor
         device=key.device,
     )
     if bias is not None:
-        bias = band_of(bias, block) if is_band(bias, ring.lengths) else block_of(bias, block)
+        bias = band_of(bias, block) if is_by_distance(bias, *ring.lengths) else block_of(bias, block)
     return ring.options._replace(
         query=rows.query,
         key=key,
@@ -86,12 +86,6 @@ def _arguments(ring: Ring, rows: _Rows, piece: Piece, key: Tensor, value: Tensor
         intervals=lowered.intervals,
         dropout_offsets=(0, 0, run.begin, piece.begin) if ring.options.dropout_p > 0 else (),
     )
-
-
-def is_band(bias: Tensor, lengths: tuple[int, int]) -> bool:
-    """Whether it is a bias by distance of the whole."""
-    seqlen_q, seqlen_kv = lengths
-    return bias.dim() > 1 and seqlen_q > 1 and seqlen_kv > 0 and bias.shape[-2] == 1 and bias.shape[-1] == seqlen_q + seqlen_kv - 1
 
 
 def _pair_views(flat: Tensor, key: Tensor, value: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -361,7 +355,7 @@ class _Backward:
     def _bias_part(self, tensor: Tensor, rows: _Rows, piece: Piece) -> Tensor:
         run = rows.run
         block = Block(run.begin, run.end, piece.begin, piece.end, run.at, *self.ring.lengths, None)
-        return band_of(tensor, block) if is_band(tensor, self.ring.lengths) else block_of(tensor, block)
+        return band_of(tensor, block) if is_by_distance(tensor, *self.ring.lengths) else block_of(tensor, block)
 
     def _add_shifted(
         self,
@@ -381,7 +375,7 @@ class _Backward:
         bias = args.bias.detach().to(self.real).requires_grad_(grad_bias is not None)
         with torch.enable_grad():
             total = bias
-            if is_band(self.bias, self.ring.lengths):  # row i reads from element seqlen_q - 1 - i on
+            if is_by_distance(self.bias, *self.ring.lengths):  # row i reads from element seqlen_q - 1 - i on
                 total = bias[..., 0, :].unfold(-1, args.key.shape[-2], 1).flip(-2)
             total = total - shift
         part = None if grad_bias is None else torch.zeros_like(total)
