@@ -8,13 +8,12 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import additive_compiled  # noqa: F401  (registrations)
 from .additive_autograd import AdditiveAttention, AdditiveWeights
 from .arguments import AdditiveArguments, real_dtype, without_empty_lists
-from .call import below_autograd, check_float, needs_derivatives, prepare
-from .library import ops
+from .call import check_float, is_one_operator, needs_derivatives, prepare
+from .library import below_autograd, ops
 from .masks import Mask
 from .observers import Call, observers, tell
 from .weights import check_rows
@@ -198,8 +197,7 @@ def forward_additive(args: AdditiveArguments) -> tuple[Tensor, Tensor]:
 
 def weights_of_additive(args: AdditiveArguments, lse: Tensor, rows: Tensor | None = None) -> Tensor:
     """The weights of a call whose lse is known."""
-    # As for attention.
-    eager = not torch.compiler.is_compiling() and not is_traceable_wrapper_subclass(args.query)
-    query, key, _, *others = args if eager else without_empty_lists(args)
+    whole = is_one_operator(args.query)
+    query, key, _, *others = without_empty_lists(args) if whole else args
     flat: tuple[Any, ...] = (query, key, *others, lse, rows)
-    return AdditiveWeights.apply(*flat) if eager and needs_derivatives(flat) else ops.additive_attention_weights(*flat)
+    return AdditiveWeights.apply(*flat) if not whole and needs_derivatives(flat) else ops.additive_attention_weights(*flat)

@@ -11,9 +11,8 @@ from . import additive_derivatives as derivatives
 from . import batching
 from .arguments import AdditiveArguments, AdditiveGradients
 from .autograd import is_differentiating, outer_levels, save, saved, saved_primals
-from .library import ops
+from .library import below_autograd, ops
 
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 _NOTHING = AdditiveGradients(*(None,) * 4)
 _FIELDS = len(AdditiveArguments._fields)
 
@@ -55,7 +54,7 @@ class AdditiveAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        with _below_autograd():
+        with below_autograd():
             return ops.additive_attention_fwd(*args, True)
 
     @staticmethod
@@ -93,7 +92,7 @@ class AdditiveBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-        with _below_autograd():
+        with below_autograd():
             return ops.additive_attention_bwd(grad_out, None if grad_lse is None else grad_lse.contiguous(), *args)
 
     @staticmethod
@@ -134,7 +133,7 @@ class AdditiveWeights(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> Tensor:
-        with _below_autograd():
+        with below_autograd():
             return ops.additive_attention_weights(*args)
 
     @staticmethod

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from . import residues
 from .arguments import NO_TENSORS
-from .call import allows_tf32, below_autograd, check_dropout_p, check_float, default_scale, forward, prepare, run_forward, runs_plain
-from .library import ops
+from .call import allows_tf32, check_dropout_p, check_float, default_scale, forward, prepare, run_forward, runs_plain
+from .library import below_autograd, ops
 from .masks import Mask
 from .observers import Call, observers, tell
 from .relative_bias import RelativeBias

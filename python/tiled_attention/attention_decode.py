@@ -13,8 +13,8 @@ from torch.autograd.graph import increment_version
 
 from . import decode_fake  # noqa: F401  (registrations)
 from .arguments import NO_INTERVALS, Arguments, real_dtype
-from .call import autocast_active, below_autograd, cast_for_autocast, check_number, check_per_head, default_scale, prepare, runs_plain
-from .library import ops
+from .call import autocast_active, cast_for_autocast, check_number, check_per_head, default_scale, prepare, runs_plain
+from .library import below_autograd, ops
 from .lowering import lower
 from .masks import And, KeyLengths, Mask
 from .observers import Call, observers, tell

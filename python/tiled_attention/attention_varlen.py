@@ -13,7 +13,6 @@ from . import varlen_compiled  # noqa: F401  (registrations)
 from .arguments import Arguments, VarlenArguments, real_dtype, without_empty_lists
 from .call import (
     autocast_active,
-    below_autograd,
     cast_for_autocast,
     check_dropout_p,
     check_number,
@@ -22,7 +21,7 @@ from .call import (
     needs_derivatives,
     prepare,
 )
-from .library import ops
+from .library import below_autograd, ops
 from .lowering import Lowered, lower
 from .mask_rules import make_plan
 from .masks import And, KeyLengths, Mask

@@ -12,9 +12,8 @@ from torch.autograd import forward_ad
 
 from . import batching, derivatives
 from .arguments import POSITIONS, TENSORS, Arguments, Gradients
-from .library import ops
+from .library import below_autograd, ops
 
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 _functorch_active = torch._C._are_functorch_transforms_active
 
 
@@ -71,7 +70,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        with _below_autograd():
+        with below_autograd():
             return ops.attention_fwd(*args, True)
 
     @staticmethod
@@ -122,7 +121,7 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-        with _below_autograd():
+        with below_autograd():
             return ops.attention_bwd(grad_out, None if grad_lse is None else grad_lse.contiguous(), *args)
 
     @staticmethod
@@ -172,7 +171,7 @@ class AttentionWeights(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> Tensor:
-        with _below_autograd():
+        with below_autograd():
             return ops.attention_weights(*args)
 
     @staticmethod

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import compiled, fake  # noqa: F401  (registrations)
 from .arguments import Arguments, real_dtype, without_empty_lists
 from .autograd import record_attention
-from .library import ops
+from .library import below_autograd, ops
 from .lowering import lower
 from .masks import Mask
 from .observers import observers
@@ -22,7 +23,6 @@ from .relative_bias import RelativeBias
 from .rotary import RotaryEmbedding, check_rotary
 from .seeds import draw_seed
 
-below_autograd = torch._C._AutoDispatchBelowAutograd
 run_forward = ops.attention_fwd.default._op  # past the Python part of OpOverload.__call__
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
@@ -59,6 +59,11 @@ def needs_derivatives(args: Sequence[Any]) -> bool:
     if _functorch_active() or forward_ad._current_level >= 0:
         return True
     return _is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+
+
+def is_one_operator(query: Tensor) -> bool:
+    """Whether each direction of a call is one operator: where it is compiled, and for subclasses of tensors, such as DTensor."""
+    return _is_compiling() or is_traceable_wrapper_subclass(query)
 
 
 def allows_tf32(query: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from . import batching, derivatives
 from .arguments import POSITIONS, TENSORS, Arguments, Gradients
 from .autograd import spread, without_value
-from .library import ops
+from .library import below_autograd, ops
 
 library = torch.library.Library("tiled_attention", "FRAGMENT")
 # attention_weights_bwd exists for compiled code alone: one node in place of the composite.
@@ -27,7 +27,6 @@ library.define(
     "(Tensor grad_query, Tensor grad_key, Tensor grad_bias, Tensor grad_alibi_slopes, Tensor grad_lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 _after_autograd = torch._C._after_autograd_keyset
 
 
@@ -64,7 +63,7 @@ def needs_gradient(name: str, args: Any) -> bool:
 
 
 def redispatch(op: Any, keyset: Any, args: Any) -> Any:
-    with _below_autograd():
+    with below_autograd():
         return op.redispatch(keyset & _after_autograd, *args)
 
 

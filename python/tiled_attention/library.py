@@ -13,6 +13,7 @@ if not path.is_file():
 torch.ops.load_library(path)
 
 ops = torch.ops.tiled_attention
+below_autograd = torch._C._AutoDispatchBelowAutograd  # a context: operators in it are not recorded
 
 # The CUDA kernels of the same operators, where they were built.
 cuda_path = path.with_name("_cuda.abi3.so")

@@ -7,7 +7,8 @@ from typing import Literal, overload
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .call import below_autograd, runs_plain
+from .call import runs_plain
+from .library import below_autograd
 from .linear_call import (
     FEATURE_MAPS,
     FeatureMap,

@@ -11,11 +11,10 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from . import batching
 from .arguments import LinearArguments, LinearGradients
 from .autograd import is_differentiating, outer_levels, pick, save, saved, saved_primals, spread
-from .library import ops
+from .library import below_autograd, ops
 from .linear_derivatives import Results
 from .linear_varlen import gradient_tangents, tangents
 
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 _functorch_active = torch._C._are_functorch_transforms_active
 _NOT_MOVING: Results = (None, None, None)
 
@@ -25,7 +24,7 @@ class LinearAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        with _below_autograd():
+        with below_autograd():
             return ops.linear_attention_fwd(*args)
 
     @staticmethod
@@ -79,7 +78,7 @@ class LinearAttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
-        with _below_autograd():
+        with below_autograd():
             return ops.linear_attention_bwd(*args)
 
     @staticmethod

@@ -12,9 +12,9 @@ from torch.autograd.graph import increment_version
 
 from . import linear_compiled, linear_fake  # noqa: F401  (registrations)
 from .arguments import LinearArguments, real_dtype
-from .call import autocast_active, below_autograd, cast_for_autocast, check_float, check_number, needs_derivatives
+from .call import autocast_active, cast_for_autocast, check_float, check_number, needs_derivatives
 from .fake import check_broadcasts, check_query_key_value
-from .library import ops
+from .library import below_autograd, ops
 from .linear_autograd import record_linear_attention
 from .mask_checks import is_readable
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from .arguments import Arguments, Gradients, real_dtype
-from .library import ops
+from .library import below_autograd, ops
 
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 CPU_ADDS = torch._C._dispatch_has_kernel_for_dispatch_key(
     "tiled_attention::_attention_fwd_add_", "CPU"
 )  # not in a build of emulated CUDA kernels
@@ -42,7 +41,7 @@ def joined(
 
 def add_forward(args: Arguments, out: Tensor, lse: Tensor, residual: Tensor) -> None:
     """What `args` give joins `out`, `lse` (contiguous) and `residual` (of 16-bit results, else (0,)), which may start as 0, -inf and 0."""
-    with _below_autograd():
+    with below_autograd():
         if adds_in_place(args.query):
             ops._attention_fwd_add_(*args, out, lse, residual)
             return
@@ -56,7 +55,7 @@ def add_backward(
     args: Arguments, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, residual: Tensor, grads: Gradients
 ) -> None:
     """Adds the gradients of `args` to `grads`, in Real; None: not wanted. `out`, `lse` and `residual` are those over all keys."""
-    with _below_autograd():
+    with below_autograd():
         results = (grad_out, grad_lse, *args, out, lse, residual)
         if adds_in_place(args.query) and grads.bias is None and args.query.dtype == real_dtype(args.query.dtype):
             ops._attention_bwd_add_(*results, *grads[:3], grads.alibi_slopes)

@@ -20,14 +20,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .arguments import Arguments, real_dtype
 from .call import forward, needs_derivatives
 from .derivatives import turned
-from .library import ops
+from .library import below_autograd, ops
 from .mask_grid import TILE
 from .mask_rules import NO_INTERVALS, UNBOUNDED, Rule
 from .masks import Mask, Or
 from .parts import adds_in_place, joined, lse_limit
 from .sparse_masks import Dilated, Strided
-
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 class Pattern(NamedTuple):
@@ -173,7 +171,7 @@ def _merged(args: Arguments, pattern: Pattern, with_residual: bool) -> tuple[Ten
     """(out, lse, residual), below autograd. 16-bit parts are merged with what their rounding took."""
     pieces = _pieces(pattern)
     rounds = args.query.dtype != real_dtype(args.query.dtype) and len(pieces) > 1
-    with _below_autograd():
+    with below_autograd():
         part, front = _arguments(args, pieces[0], True)
         out, lse, residual = ops.attention_fwd(*part, with_residual or rounds)
         if len(pieces) > 1:
@@ -234,7 +232,7 @@ class _Attention(torch.autograd.Function):
             return (*_recorded(args, pattern, grad_out, grad_lse, needed, False), *nothing)
         if grad_out is None:
             grad_out = out.new_zeros(()).expand(out.shape)
-        with _below_autograd():
+        with below_autograd():
             return (*_gradients(args, pattern, grad_out, grad_lse, out, lse, residual, needed), *nothing)
 
 

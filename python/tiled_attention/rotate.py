@@ -11,9 +11,8 @@ from torch.autograd import forward_ad
 from .compile_cache import register_fake
 from .compiled import library, needs_gradient, redispatch, refuse_forward_mode, register_vmap
 from .fake import check_dtype, check_table
-from .library import ops
+from .library import below_autograd, ops
 
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 _functorch_active = torch._C._are_functorch_transforms_active
 
 
@@ -38,14 +37,14 @@ def rotate(rows: Tensor, table: Tensor, interleaved: bool = False, transposed: b
         raise ValueError("table must not require grad: it is a constant of rotate")
     if _functorch_active() or forward_ad._current_level >= 0 or (torch.is_grad_enabled() and rows.requires_grad):
         return _Rotate.apply(rows, table, interleaved, transposed)
-    with _below_autograd():
+    with below_autograd():
         return ops.rotate(rows, table, interleaved, transposed)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(rows: Tensor, table: Tensor, interleaved: bool, transposed: bool) -> Tensor:
-        with _below_autograd():
+        with below_autograd():
             return ops.rotate(rows, table, interleaved, transposed)
 
     @staticmethod

@@ -12,9 +12,9 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from .arguments import NO_INTERVALS, NO_TENSORS
 from .attention_varlen import attention_varlen
-from .call import allows_tf32, below_autograd, cast_for_autocast, check_dropout_p, default_scale, forward, prepare, run_forward, runs_plain
+from .call import allows_tf32, cast_for_autocast, check_dropout_p, default_scale, forward, prepare, run_forward, runs_plain
 from .context_parallel import STOCK, attend_sharded, is_sharded, refuse_shards
-from .library import devices
+from .library import below_autograd, devices
 from .masks import And, Causal, Mask
 from .observers import Call, observers, tell
 

@@ -16,9 +16,8 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from . import batching, derivatives
 from .arguments import Arguments, Gradients, VarlenArguments
 from .autograd import is_differentiating, outer_levels, pick, save, saved, saved_primals, spread
-from .library import ops
+from .library import below_autograd, ops
 
-_below_autograd = torch._C._AutoDispatchBelowAutograd
 _functorch_active = torch._C._are_functorch_transforms_active
 _RESULTS = (0, 1, 2, 4, 5)  # which fields of Gradients attention_varlen_bwd returns: there is no bias
 
@@ -39,7 +38,7 @@ class AttentionVarlen(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        with _below_autograd():
+        with below_autograd():
             return ops.attention_varlen_fwd(*args, True)
 
     @staticmethod
@@ -89,7 +88,7 @@ class AttentionVarlenBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(grad_out: Tensor, grad_lse: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-        with _below_autograd():
+        with below_autograd():
             return ops.attention_varlen_bwd(grad_out, None if grad_lse is None else grad_lse.contiguous(), *args)
 
     @staticmethod

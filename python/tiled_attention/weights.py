@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .arguments import Arguments, without_empty_lists
 from .autograd import AttentionWeights
-from .call import forward, needs_derivatives, prepare
+from .call import forward, is_one_operator, needs_derivatives, prepare
 from .library import ops
 from .masks import Mask
 from .observers import Call, observers, tell
@@ -91,10 +90,10 @@ def attention_with_weights(
 
 def weights_of(args: Arguments, lse: Tensor, *, rows: Tensor | None = None, average: bool = False) -> Tensor:
     """The weights of a call whose lse is known; with `average` their mean over heads, without the dimension of heads."""
-    eager = not torch.compiler.is_compiling() and not is_traceable_wrapper_subclass(args.query)  # DTensor: one operator per direction
-    query, key, _, mask, bias, alibi_slopes, _, *others = args if eager else without_empty_lists(args)
+    whole = is_one_operator(args.query)
+    query, key, _, mask, bias, alibi_slopes, _, *others = without_empty_lists(args) if whole else args
     flat = (query, key, mask, bias, alibi_slopes, *others, lse, rows, average)
-    weights = AttentionWeights.apply(*flat) if eager and needs_derivatives(flat) else ops.attention_weights(*flat)
+    weights = AttentionWeights.apply(*flat) if not whole and needs_derivatives(flat) else ops.attention_weights(*flat)
     return weights.squeeze(-3) if average else weights
 
 

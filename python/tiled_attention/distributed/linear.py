@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..arguments import LinearArguments, LinearGradients, real_dtype
 from ..autograd import is_differentiating, pick, save, saved, spread
-from ..call import below_autograd, needs_derivatives
-from ..library import ops
+from ..call import needs_derivatives
+from ..library import below_autograd, ops
 from ..linear_attention import linear_attention as _of_one_process
 from ..linear_autograd import linear_bwd_arguments
 from ..linear_call import FeatureMap, LinearState, out_dtype, prepare

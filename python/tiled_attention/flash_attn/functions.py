@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import NO_TENSORS
-from ..call import allows_tf32, below_autograd, check_number, default_scale, forward, prepare, run_forward, runs_plain
-from ..library import ops
+from ..call import allows_tf32, check_number, default_scale, forward, prepare, run_forward, runs_plain
+from ..library import below_autograd, ops
 from ..masks import Mask
 from ..observers import Call, observers, tell
 from ..weights import weights_of

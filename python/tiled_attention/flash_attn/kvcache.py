@@ -11,7 +11,8 @@ from torch import Tensor
 from ..arguments import real_dtype
 from ..attention_decode import NO_RING, attention_decode
 from ..attention_decode import _run as run_decode
-from ..call import below_autograd, default_scale, runs_plain
+from ..call import default_scale, runs_plain
+from ..library import below_autograd
 from ..masks import Mask
 from ..rotate import rotate
 from .options import ERRORS, check_table, explain, is_integer, option_values, pattern_of, refuse
