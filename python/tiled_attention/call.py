@@ -23,6 +23,7 @@ from .rotary import RotaryEmbedding, check_rotary
 from .seeds import draw_seed
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
+below_views = torch._C._AutoDispatchBelowADInplaceOrView  # and below what ties views to their base
 run_forward = ops.attention_fwd.default._op  # past the Python part of OpOverload.__call__
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
@@ -30,16 +31,14 @@ _functorch_active = torch._C._are_functorch_transforms_active
 autocast_active = torch._C._is_any_autocast_enabled
 
 
+def runs_directly() -> bool:
+    """Whether calls are neither traced, transformed, cast nor observed."""
+    return not (_is_compiling() or observers or autocast_active() or _functorch_active() or forward_ad._current_level >= 0)
+
+
 def runs_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether a call with these three tensors alone is neither traced, transformed, cast, recorded nor observed."""
-    return not (
-        _is_compiling()
-        or observers
-        or autocast_active()
-        or _functorch_active()
-        or forward_ad._current_level >= 0
-        or (_is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
-    )
+    """Whether a call with these three tensors alone runs directly and is not recorded."""
+    return runs_directly() and not (_is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
 
 
 def forward(args: Arguments) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ class Pattern(NamedTuple):
     intervals: Sequence[int]  # as in Arguments
 
 
+EVERY_KEY = Pattern(None, ())
 _kept: dict[tuple[bool, int, int], Pattern] = {}
 
 
