@@ -116,8 +116,8 @@ def flash_attn_qkvpacked_func(
     Source: the documented interface of flash_attn 2.8.
     """
     try:
-        if qkv.dim() != 5 or qkv.shape[2] != 3:
-            refuse("qkv must hold three")
+        if qkv.dim() != 5:
+            refuse("qkv must have 5 dimensions")
         pattern = pattern_of(causal, window_size)
         return attend(qkv, None, None, dropout_p, softmax_scale, pattern, softcap, alibi_slopes, return_attn_probs)
     except ERRORS as error:
@@ -154,8 +154,8 @@ def flash_attn_kvpacked_func(
     Source: the documented interface of flash_attn 2.8.
     """
     try:
-        if q.dim() != 4 or kv.dim() != 5 or kv.shape[2] != 2:
-            refuse("kv must hold two")
+        if q.dim() != 4 or kv.dim() != 5:
+            refuse("q must have 4 dimensions, and kv 5")
         pattern = pattern_of(causal, window_size)
         return attend(q, kv, None, dropout_p, softmax_scale, pattern, softcap, alibi_slopes, return_attn_probs)
     except ERRORS as error:
