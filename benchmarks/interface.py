@@ -41,7 +41,7 @@ def _calls(grad: bool) -> Iterator[tuple[str, Call, Call]]:
     q, k, v = (torch.randn(1, 1, 1, 8).requires_grad_(grad) for _ in range(3))
     query, key, value = (x.detach().transpose(1, 2).requires_grad_(grad) for x in (q, k, v))
     rows = [x.detach()[0].requires_grad_(grad) for x in (q, k, v)]
-    qkv = torch.stack([q, k, v], 2).detach().requires_grad_(grad)
+    qkv, kv = (torch.stack(parts, 2).detach().requires_grad_(grad) for parts in ([q, k, v], [k, v]))
     yield "flash_attn_func", lambda: fa.flash_attn_func(q, k, v), lambda: ta.attention(query, key, value)
     yield (
         "flash_attn_func by hand",
@@ -54,6 +54,7 @@ def _calls(grad: bool) -> Iterator[tuple[str, Call, Call]]:
         lambda: ta.attention(query, key, value, mask=causal),
     )
     yield "flash_attn_qkvpacked_func", lambda: fa.flash_attn_qkvpacked_func(qkv), lambda: ta.attention(query, key, value)
+    yield "flash_attn_kvpacked_func", lambda: fa.flash_attn_kvpacked_func(q, kv), lambda: ta.attention(query, key, value)
     yield (
         "flash_attn_varlen_func, causal",
         lambda: fa.flash_attn_varlen_func(*rows, offsets, offsets, 1, 1, causal=True),

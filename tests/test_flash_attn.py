@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -142,7 +143,7 @@ def test_packed_tensors(name: str, grad: bool):
 
 @pytest.mark.parametrize("packed", (False, True))
 def test_probabilities_show_what_dropout_kept(packed: bool):
-    q, k, v = tensors(6, 11)
+    q, k, v = tensors(6, 11, grad=True)
     options: dict[str, Any] = {"dropout_p": 0.3, "causal": True, "softcap": 2.0, "alibi_slopes": torch.rand(2, 4)}
     torch.manual_seed(5)
     if packed:
@@ -155,6 +156,7 @@ def test_probabilities_show_what_dropout_kept(packed: bool):
     wanted, wanted_lse, probabilities = formula(q, k, v, **options, kept=kept)
     assert close(out, wanted) and close(lse, wanted_lse)
     assert close(s_dmask.abs(), probabilities) and torch.equal(torch.signbit(s_dmask), ~kept) and not s_dmask.requires_grad
+    assert all(close(*pair) for pair in zip(*(torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (out, wanted))))
     torch.manual_seed(5)
     assert torch.equal(fa.flash_attn_func(q, k, v, **options), out)
     assert fa.flash_attn_func(q, k, v, return_attn_probs=True)[2].shape == (0,)
@@ -183,6 +185,69 @@ def test_the_result_may_be_changed_in_place_where_it_is_not_saved(name: str):
     out *= 2
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+FORMS: dict[str, tuple[Any, Any]] = {
+    "apart": (fa.flash_attn_func, lambda q, k, v: (q, k, v)),
+    "kvpacked": (fa.flash_attn_kvpacked_func, lambda q, k, v: (q, torch.stack([k, v], 2))),
+    "qkvpacked": (fa.flash_attn_qkvpacked_func, lambda q, k, v: (torch.stack([q, k, v], 2),)),
+}
+
+
+def leaves_of(form: str, seqlen: int = 3) -> tuple[Any, list[Tensor]]:
+    torch.manual_seed(seqlen)
+    function, pack = FORMS[form]
+    return function, [x.detach().requires_grad_() for x in pack(*(rows(1, seqlen, 2, 3) for _ in range(3)))]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_recorded_calls_are_differentiable_in_every_way(form: str):
+    function, leaves = leaves_of(form)
+
+    def call(*leaves: Tensor) -> Any:
+        return function(*leaves, causal=True, return_attn_probs=True)[:2]
+
+    assert torch.autograd.gradcheck(call, leaves, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(call, leaves, check_fwd_over_rev=True)
+    out, lse = call(*leaves)
+    moved = [torch.randn_like(x) for x in (out, lse)]
+    with forward_ad.dual_level():  # a backward pass in forward mode, of what was recorded outside of it
+        seeds = [forward_ad.make_dual(torch.ones_like(x), moving) for x, moving in zip((out, lse), moved)]
+        tangents = [forward_ad.unpack_dual(x).tangent for x in torch.autograd.grad((out, lse), leaves, seeds, retain_graph=True)]
+    assert all(close(*pair) for pair in zip(tangents, torch.autograd.grad((out, lse), leaves, moved)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_gradient_by_itself(form: str):
+    function, leaves = leaves_of(form, 5)
+    wanted = torch.autograd.grad(function(*leaves).sin().sum(), leaves)
+    for at, leaf in enumerate(leaves):
+        alone = [x if x is leaf else x.detach() for x in leaves]
+        assert torch.equal(torch.autograd.grad(function(*alone).sin().sum(), leaf)[0], wanted[at])
+        slopes = torch.rand(2, dtype=F64, requires_grad=True)
+        alone = [x.detach() for x in leaves]
+        by_slopes, by_all = (torch.autograd.grad(function(*x, alibi_slopes=slopes).sin().sum(), slopes)[0] for x in (alone, leaves))
+        assert torch.equal(by_slopes, by_all)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_saved_may_not_be_changed(form: str):
+    function, leaves = leaves_of(form)
+    for at in range(len(leaves)):
+        inputs = [x * 1 for x in leaves]
+        out = function(*inputs)
+        inputs[at].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("form", ("kvpacked", "qkvpacked"))
+def test_a_packed_gradient_is_made_in_one_tensor(form: str):
+    function, leaves = leaves_of(form, 9)
+    out = function(*leaves, causal=True)
+    with Copies(leaves[-1].numel()) as copies:
+        grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert copies.names == {"aten::stack"} and all(grad.is_contiguous() for grad in grads)
 
 
 def test_derivatives_of_every_kind():
@@ -253,8 +318,12 @@ def test_it_compiles_into_one_graph(name: str):
     one_each = {**options, "alibi_slopes": options["alibi_slopes"][0]} if "alibi_slopes" in options else options
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = fa.flash_attn_func(q, k, v, **options)
-        return out.sum() + fa.flash_attn_varlen_func(q[0], k[0], v[0], offsets, offsets, 4, 4, **one_each).sin().sum()
+        out = fa.flash_attn_func(q, k, v, **options) + fa.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **options).sin()
+        return (
+            out.sum()
+            + fa.flash_attn_qkvpacked_func(torch.stack([q] * 3, 2), **options).cos().sum()
+            + fa.flash_attn_varlen_func(q[0], k[0], v[0], offsets, offsets, 4, 4, **one_each).sin().sum()
+        )
 
     wanted, got = run(*inputs), torch.compile(run, backend="aot_eager", fullgraph=True)(*inputs)
     assert close(got, wanted, 1e-5)

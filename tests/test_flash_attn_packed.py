@@ -218,6 +218,20 @@ def test_the_cache_in_other_dtypes(dtype: torch.dtype):
     assert close(lse.double(), wanted_lse, 1e-4) and torch.equal(caches[0][:, 30], k[:, 0])
 
 
+@pytest.mark.parametrize("causal", (False, True))
+def test_an_append_counts_as_a_change_of_the_caches(causal: bool):
+    q, k, caches, lengths = rows(2, 1, 4, 16), rows(2, 1, 4, 16), [rows(2, 12, 4, 16) for _ in range(2)], torch.tensor([3, 5])
+    weight = rows(16, grad=True)
+    products = [(cache * weight).sum() for cache in caches]
+    fa.flash_attn_with_kvcache(q, *caches, k, k, cache_seqlens=lengths, causal=causal)
+    for product in products:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+    before = [cache._version for cache in caches]
+    fa.flash_attn_with_kvcache(q, *caches, cache_seqlens=lengths, causal=causal)
+    assert [cache._version for cache in caches] == before
+
+
 def test_decoding_compiles():
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -233,7 +247,7 @@ def test_decoding_compiles():
 
 
 Q, CACHE, NEW = torch.zeros(2, 3, 4, 8), torch.zeros(2, 9, 2, 8), torch.zeros(2, 3, 2, 8)
-COS = torch.zeros(9, 4)
+COS, LENGTHS = torch.zeros(9, 4), torch.tensor([1, 2], dtype=I32)
 PACKED, OFFSETS = torch.zeros(6, 4, 8), torch.tensor([0, 2, 6], dtype=I32)
 ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
     "cache rank": (
@@ -321,6 +335,31 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: fa.flash_attn_with_kvcache(Q.clone().requires_grad_(), CACHE, CACHE, cache_seqlens=1),
         RuntimeError,
         "q must not require a gradient",
+    ),
+    "gradients of k": (
+        lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, NEW.clone().requires_grad_(), NEW, cache_seqlens=LENGTHS),
+        RuntimeError,
+        r"\bk must not require a gradient",
+    ),
+    "no room behind lengths": (
+        lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, NEW, NEW, cache_seqlens=LENGTHS + 7),
+        (ValueError, RuntimeError),
+        r"k.* 9",
+    ),
+    "an expanded cache": (
+        lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE[:1].expand(2, 9, 2, 8), NEW, NEW, cache_seqlens=LENGTHS),
+        ValueError,
+        "v_cache must hold every element by itself",
+    ),
+    "scale of an append": (
+        lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, NEW + 1, NEW, cache_seqlens=LENGTHS, softmax_scale=float("inf")),
+        ValueError,
+        "softmax_scale must be finite, got inf",
+    ),
+    "new rank": (
+        lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, NEW[0], NEW, cache_seqlens=LENGTHS),
+        RuntimeError,
+        "k must have shape",
     ),
     "window": (lambda: fa.flash_attn_with_kvcache(Q, CACHE, CACHE, window_size=None), TypeError, "window_size must be two integers"),
     "offsets": (

@@ -305,13 +305,18 @@ def append(
     _refuse_transforms()
     if _is_grad_enabled():
         _refuse_derivatives(key_cache=key_cache, value_cache=value_cache, new_key=new_key, new_value=new_value)
+    with below_autograd():
+        write(*args)
+    increment_version((key_cache, value_cache))
+    return new_key.shape[-2]
+
+
+def write(key_cache: Tensor, value_cache: Tensor, *others: Any) -> None:
+    """`append` below autograd; the caller tells autograd that the caches changed."""
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         if torch._debug_has_internal_overlap(cache) == 1:
             raise ValueError(f"{name} must hold every element by itself to be appended to, got strides {cache.stride()}")
-    with below_autograd():
-        _run_append(*args)
-    increment_version((key_cache, value_cache))
-    return new_key.shape[-2]
+    _run_append(key_cache, value_cache, *others)
 
 
 def turn_new(name: str, rows: Any, first: Tensor, rotary: Any) -> Tensor:

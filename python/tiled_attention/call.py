@@ -30,16 +30,14 @@ _functorch_active = torch._C._are_functorch_transforms_active
 autocast_active = torch._C._is_any_autocast_enabled
 
 
+def runs_directly() -> bool:
+    """Whether calls are neither traced, transformed, cast nor observed."""
+    return not (_is_compiling() or observers or autocast_active() or _functorch_active() or forward_ad._current_level >= 0)
+
+
 def runs_plain(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether a call with these three tensors alone is neither traced, transformed, cast, recorded nor observed."""
-    return not (
-        _is_compiling()
-        or observers
-        or autocast_active()
-        or _functorch_active()
-        or forward_ad._current_level >= 0
-        or (_is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
-    )
+    """Whether a call with these three tensors alone runs directly and is not recorded."""
+    return runs_directly() and not (_is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
 
 
 def forward(args: Arguments) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ torch.ops.load_library(path)
 
 ops = torch.ops.tiled_attention
 below_autograd = torch._C._AutoDispatchBelowAutograd  # a context: operators in it are not recorded
+below_views = torch._C._AutoDispatchBelowADInplaceOrView  # nor are views tied to their base
 
 # The CUDA kernels of the same operators, where they were built.
 cuda_path = path.with_name("_cuda.abi3.so")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..arguments import NO_TENSORS
-from ..call import allows_tf32, check_number, default_scale, forward, prepare, run_forward, runs_plain
-from ..library import below_autograd, ops
-from ..masks import Mask
+from ..call import allows_tf32, check_number, default_scale, forward, needs_derivatives, prepare, run_forward, runs_directly
+from ..library import below_views, ops
 from ..observers import Call, observers, tell
 from ..weights import weights_of
-from .options import ERRORS, bias_of_slopes, explain, option_values, pattern_of, refuse
+from .autograd import heads_first, record_tokens_first
+from .options import ERRORS, Pattern, bias_of_slopes, explain, option_values, pattern_of, refuse
 
 Results = Tensor | tuple[Tensor, Tensor, Tensor]
 
@@ -65,14 +66,10 @@ def flash_attn_func(
     Source: the documented interface of flash_attn 2.8 (Dao, FlashAttention-2, 2023).
     """
     try:
-        mask, intervals = pattern_of(causal, window_size)
-        if q.dim() != 4:
-            refuse("q must have 4 dimensions")
-        if alibi_slopes is None and dropout_p == 0 and softcap <= 0 and runs_plain(q, k, v):
-            with below_autograd():
-                return _plain(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), softmax_scale, intervals, return_attn_probs)
-        query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return attend(query, key, value, dropout_p, softmax_scale, mask, softcap, alibi_slopes, return_attn_probs)
+        if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+            refuse("q, k and v must have 4 dimensions")
+        pattern = pattern_of(causal, window_size)
+        return attend(q, k, v, dropout_p, softmax_scale, pattern, softcap, alibi_slopes, return_attn_probs)
     except ERRORS as error:
         shapes = {
             "q": (q, "batch_size seqlen_q nheads headdim"),
@@ -109,15 +106,10 @@ def flash_attn_qkvpacked_func(
     Source: the documented interface of flash_attn 2.8.
     """
     try:
-        if qkv.dim() != 5 or qkv.shape[2] != 3:
-            refuse("qkv must hold three")
-        mask, intervals = pattern_of(causal, window_size)
-        if alibi_slopes is None and dropout_p == 0 and softcap <= 0 and runs_plain(qkv, qkv, qkv):
-            with below_autograd():
-                query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-                return _plain(query, key, value, softmax_scale, intervals, return_attn_probs)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        return attend(query, key, value, dropout_p, softmax_scale, mask, softcap, alibi_slopes, return_attn_probs)
+        if qkv.dim() != 5:
+            refuse("qkv must have 5 dimensions")
+        pattern = pattern_of(causal, window_size)
+        return attend(qkv, None, None, dropout_p, softmax_scale, pattern, softcap, alibi_slopes, return_attn_probs)
     except ERRORS as error:
         options = option_values(dropout_p, softmax_scale, window_size, softcap, alibi_slopes)
         explain(error, {"qkv": (qkv, "batch_size seqlen 3 nheads headdim")}, options, packed="qkv")
@@ -152,15 +144,10 @@ def flash_attn_kvpacked_func(
     Source: the documented interface of flash_attn 2.8.
     """
     try:
-        if q.dim() != 4 or kv.dim() != 5 or kv.shape[2] != 2:
-            refuse("kv must hold two")
-        mask, intervals = pattern_of(causal, window_size)
-        if alibi_slopes is None and dropout_p == 0 and softcap <= 0 and runs_plain(q, kv, kv):
-            with below_autograd():
-                key, value = kv.permute(2, 0, 3, 1, 4).unbind(0)
-                return _plain(q.transpose(1, 2), key, value, softmax_scale, intervals, return_attn_probs)
-        key, value = kv.permute(2, 0, 3, 1, 4).unbind(0)
-        return attend(q.transpose(1, 2), key, value, dropout_p, softmax_scale, mask, softcap, alibi_slopes, return_attn_probs)
+        if q.dim() != 4 or kv.dim() != 5:
+            refuse("q must have 4 dimensions, and kv 5")
+        pattern = pattern_of(causal, window_size)
+        return attend(q, kv, None, dropout_p, softmax_scale, pattern, softcap, alibi_slopes, return_attn_probs)
     except ERRORS as error:
         shapes = {"q": (q, "batch_size seqlen_q nheads headdim"), "kv": (kv, "batch_size seqlen_k 2 nheads_k headdim")}
         options = option_values(dropout_p, softmax_scale, window_size, softcap, alibi_slopes)
@@ -168,39 +155,36 @@ def flash_attn_kvpacked_func(
         raise
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None, intervals: Sequence[int], return_attn_probs: bool) -> Results:
-    """The shortest way, below autograd, for heads in front of tokens; the operator checks the rest."""
-    if scale is None:
-        scale = default_scale(query.shape[-1])
-    elif type(scale) is not float:
-        scale = check_number("softmax_scale", scale, "a finite number", math.isfinite)
-    allow_tf32 = query.is_cuda and allows_tf32(query)
-    out, lse, _ = run_forward(query, key, value, *NO_TENSORS, scale, 0.0, 0.0, intervals, (), allow_tf32, False, False)
-    out = out.transpose(1, 2)
-    return (out, lse, out.new_empty(0)) if return_attn_probs else out
-
-
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     dropout_p: float,
     softmax_scale: float | None,
-    mask: Mask | None,
+    pattern: Pattern,
     softcap: float,
     alibi_slopes: Tensor | None,
     return_attn_probs: bool,
 ) -> Results:
-    """The three results, or the first alone, for heads in front of tokens; out comes back with tokens in front."""
+    """The three results, or the first alone. q, k and v as `heads_first` takes them."""
+    direct = runs_directly()
+    if direct and alibi_slopes is None and dropout_p == 0:
+        out, lse = _attend_directly(q, k, v, softmax_scale, pattern.intervals, softcap)
+        return (out, lse, out.new_empty(0)) if return_attn_probs else out
+    with below_views() if direct else contextlib.nullcontext():
+        query, key, value = heads_first(q, k, v)
     bias = None
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         bias, alibi_slopes = bias_of_slopes(alibi_slopes, query, key), None
-    scores = (mask, bias, softmax_scale, softcap if softcap > 0 else None, alibi_slopes, None)
+    scores = (pattern.mask, bias, softmax_scale, softcap if softcap > 0 else None, alibi_slopes, None)
     args = prepare(query, key, value, *scores, dropout_p, None, None)
-    out, lse = forward(args)
+    if direct and needs_derivatives((q, k, v, *args[3:])):
+        out, lse = record_tokens_first(q, k, v, *args[3:])
+    else:
+        out, lse = forward(args)
+        out = out.transpose(1, 2)
     if not torch.compiler.is_compiling() and observers:
         tell(Call(query, key, partial(prepare, query, key, None, *scores, 0.0, None, None), lse))
-    out = out.transpose(1, 2)
     if not return_attn_probs:
         return out
     if args.dropout_seed is None:
@@ -209,3 +193,20 @@ def attend(
         weights = weights_of(args._replace(dropout_p=0.0, dropout_seed=None), lse)
         kept = ops.dropout_mask(args.dropout_seed, args.dropout_p, *weights.shape, ())
         return out, lse, torch.where(kept, weights, -weights).to(query.dtype)
+
+
+def _attend_directly(
+    q: Tensor, k: Tensor | None, v: Tensor | None, scale: float | None, intervals: Sequence[int], softcap: float
+) -> tuple[Tensor, Tensor]:
+    """The shortest way to (out, lse), for a call that runs directly; the operator checks the rest."""
+    if scale is None:
+        scale = default_scale(q.shape[-1])
+    elif type(scale) is not float:
+        scale = check_number("softmax_scale", scale, "a finite number", math.isfinite)
+    cap = check_number("softcap", softcap, "a finite number", math.isfinite) if softcap > 0 else 0.0
+    args = (*NO_TENSORS, scale, cap, 0.0, intervals, (), q.is_cuda and allows_tf32(q), False)
+    if torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad) or (v is not None and v.requires_grad)):
+        return record_tokens_first(q, k, v, *args)
+    with below_views():
+        out, lse, _ = run_forward(*heads_first(q, k, v), *args, False)
+        return out.transpose(1, 2), lse

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..arguments import real_dtype
-from ..attention_decode import NO_RING, attention_decode
+from ..attention_decode import NO_RING, attention_decode, write
 from ..attention_decode import _run as run_decode
 from ..call import default_scale, runs_plain
-from ..library import below_autograd
+from ..library import below_views
 from ..masks import Mask
 from ..rotate import rotate
-from .options import ERRORS, check_table, explain, is_integer, option_values, pattern_of, refuse
+from .autograd import heads_first
+from .options import ERRORS, EVERY_KEY, check_table, explain, is_integer, option_values, pattern_of, refuse
 
 
 def flash_attn_with_kvcache(
@@ -79,25 +82,19 @@ def flash_attn_with_kvcache(
     try:
         if q.dim() != 4 or k_cache.dim() != 4 or v_cache.dim() != 4:
             refuse("q and the caches must have 4 dimensions")
-        mask = None if causal and q.shape[1] == 1 and window_size[0] < 0 else pattern_of(causal, window_size).mask
+        sees_all = causal and q.shape[1] == 1 and window_size[0] < 0
+        mask, intervals = EVERY_KEY if sees_all else pattern_of(causal, window_size)
         if block_table is not None:
             check_table("block_table", block_table, q.shape[0])
         if (
-            mask is None
-            and k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is alibi_slopes is None
+            rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is alibi_slopes is None
             and softcap <= 0
-            and (softmax_scale is None or type(softmax_scale) is float)
+            and (softmax_scale is None or (type(softmax_scale) is float and math.isfinite(softmax_scale)))
             and isinstance(cache_seqlens, Tensor)
             and runs_plain(q, k_cache, v_cache)
+            and (k is v is None or _may_write(k, v))
         ):
-            # The shortest way for the plain call; the operator checks the rest.
-            scale = default_scale(q.shape[-1]) if softmax_scale is None else softmax_scale
-            with below_autograd():
-                out, lse = run_decode(
-                    *(q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2), cache_seqlens, block_table),
-                    *(None, None, None, None, scale, 0.0, (), 0, NO_RING),
-                )
-                out = out.transpose(1, 2)
+            out, lse = _decode_directly(q, k_cache, v_cache, k, v, cache_seqlens, block_table, softmax_scale, intervals)
             return (out, lse) if return_softmax_lse else out
         query, key_cache, value_cache = q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         lengths = cache_seqlens if isinstance(cache_seqlens, Tensor) else _lengths(cache_seqlens, q, k_cache, block_table, k)
@@ -147,6 +144,37 @@ def flash_attn_with_kvcache(
             shapes["v"] = (v, "batch_size seqlen_new nheads_k headdim_v")
         explain(error, shapes, option_values(None, softmax_scale, window_size, softcap, alibi_slopes))
         raise
+
+
+def _may_write(k: Any, v: Any) -> bool:
+    return isinstance(k, Tensor) and isinstance(v, Tensor) and k.dim() == 4 and v.dim() == 4 and runs_plain(k, v, v)
+
+
+def _decode_directly(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Any,
+    v: Any,
+    lengths: Tensor,
+    pages: Tensor | None,
+    scale: float | None,
+    intervals: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """The shortest way to (out, softmax_lse), for a plain call; the operators check the rest."""
+    if scale is None:
+        scale = default_scale(q.shape[-1])
+    num_new = 0
+    with below_views():
+        query, key_cache, value_cache = heads_first(q, k_cache, v_cache)
+        if k is not None:
+            write(key_cache, value_cache, k.transpose(1, 2), v.transpose(1, 2), lengths, pages, NO_RING)
+            increment_version((k_cache, v_cache))
+            num_new = k.shape[1]
+        out, lse = run_decode(
+            query, key_cache, value_cache, lengths, pages, None, None, None, None, scale, 0.0, intervals, num_new, NO_RING
+        )
+        return out.transpose(1, 2), lse
 
 
 def _decode(

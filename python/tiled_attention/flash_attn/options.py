@@ -28,12 +28,15 @@ class Pattern(NamedTuple):
     intervals: Sequence[int]  # as in Arguments
 
 
+EVERY_KEY = Pattern(None, ())
 _kept: dict[tuple[bool, int, int], Pattern] = {}
 
 
 def pattern_of(causal: bool, window_size: Sequence[int]) -> Pattern:
     """window_size: (left, right), negative for no limit. Causal: aligned to the bottom right, and the window ends at the query."""
     left, right = window_size
+    if not causal and left < 0 and right < 0:
+        return EVERY_KEY
     key = (bool(causal), left, right)
     if _is_compiling():
         return _pattern(*key)

@@ -14,10 +14,9 @@ from ..attention_decode import attention_decode
 from ..attention_varlen import _padded, _prepare, attention_varlen, forward_varlen
 from ..call import forward
 from ..library import ops
-from ..masks import Mask
 from ..weights import weights_of
 from .functions import Results, attend
-from .options import ERRORS, check_table, explain, option_values, pattern_of, refuse
+from .options import ERRORS, Pattern, check_table, explain, option_values, pattern_of, refuse
 
 
 def flash_attn_varlen_func(
@@ -187,11 +186,12 @@ def _packed(
     alibi_slopes: Tensor | None,
     return_attn_probs: bool,
 ) -> Results:
-    mask = pattern_of(causal, window_size).mask
+    pattern = pattern_of(causal, window_size)
+    mask = pattern.mask
     max_seqlen_q, max_seqlen_k = _number(max_seqlen_q), _number(max_seqlen_k)
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         limits = (max_seqlen_q, max_seqlen_k)
-        arguments = (dropout_p, softmax_scale, mask, softcap)
+        arguments = (dropout_p, softmax_scale, pattern, softcap)
         return _one_by_one(q, k, v, cu_seqlens_q, cu_seqlens_k, limits, arguments, alibi_slopes, return_attn_probs)
     tensors, cap = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), softcap if softcap > 0 else None
     if return_attn_probs and dropout_p > 0:
@@ -217,7 +217,7 @@ def _one_by_one(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     limits: tuple[int, int],
-    arguments: tuple[float, float | None, Mask | None, float],
+    arguments: tuple[float, float | None, Pattern, float],
     alibi_slopes: Tensor,
     return_attn_probs: bool,
 ) -> Results:
@@ -231,13 +231,13 @@ def _one_by_one(
         raise ValueError(f"alibi_slopes must have shape {wanted}, got {tuple(alibi_slopes.shape)}")
     outs, lses, probabilities = [q.new_empty(0, q.shape[1], v.shape[2])], [], []
     for item, slopes in enumerate(alibi_slopes):
-        query = q[None, bounds_q[item] : bounds_q[item + 1]].transpose(1, 2)
-        key, value = (x[None, bounds_k[item] : bounds_k[item + 1]].transpose(1, 2) for x in (k, v))
+        query = q[None, bounds_q[item] : bounds_q[item + 1]]
+        key, value = (x[None, bounds_k[item] : bounds_k[item + 1]] for x in (k, v))
         out, lse, probability = attend(query, key, value, *arguments, slopes, True)
         outs.append(out[0])
         lses.append(lse[0])
         if probability.dim() == 4:
-            short_k, short_q = limits[1] - key.shape[-2], limits[0] - query.shape[-2]
+            short_k, short_q = limits[1] - key.shape[1], limits[0] - query.shape[1]
             probabilities.append(F.pad(probability[0], (0, short_k, 0, short_q)))
     out = torch.cat(outs)
     if not return_attn_probs:
