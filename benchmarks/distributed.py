@@ -56,7 +56,7 @@ def measured(
     real = dist.batch_isend_irecv
 
     def counting(ops: list[Any]) -> Any:
-        sent[0] += sum(op.tensor.numel() * op.tensor.element_size() for op in ops if op.op is dist.isend and op.tensor.dtype != torch.uint8)
+        sent[0] += sum(op.tensor.numel() * op.tensor.element_size() for op in ops if op.op is dist.isend)
         return real(ops)
 
     dist.batch_isend_irecv = counting  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Processes that form a gloo group and run functions of the tests together, started once for each size."""
+"""Ranks for tests: processes that form a gloo group and run functions of the tests together, started once for each size."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import atexit
 import datetime
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import connection
 from typing import Any
 
 import torch
@@ -16,12 +18,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _PRELOADED = ["tiled_attention", "tiled_attention.distributed.tensor_parallel", "torch.distributed.fsdp", "pytest"]
-_TIMEOUT = 120.0
+_TIMEOUT = 120.0  # seconds
+_AFTER_A_FAILURE = 5.0  # the others may wait for what the rank that failed never sends
 _kept: dict[int, Processes] = {}
 
 
 class Processes:
-    """`size` ranks. `run` has every rank call a function of a test module; what one raises fails the test, with its trace."""
+    """`size` ranks. `run` has every rank call a function of a test module; what one raises fails the test, with its trace.
+
+    After a failure the ranks are closed: they may be in the middle of something.
+    """
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -42,25 +48,39 @@ class Processes:
         chosen = list(range(self.size)) if ranks is None else list(ranks)
         for rank in chosen:
             self._pipes[rank].send((function, args))
-        results, problems = [], []
-        for rank in chosen:
-            if not self._pipes[rank].poll(timeout):
-                problems.append(f"rank {rank} did not return within {timeout} s")
-                continue
-            try:
-                ok, result = self._pipes[rank].recv()
-            except EOFError:
-                problems.append(f"rank {rank} has gone")
-                continue
-            results.append(result) if ok else problems.append(f"rank {rank}:\n{result}")
-        assert not problems, "\n".join(problems)
-        return results
+        results: dict[int, Any] = {}
+        problems: dict[int, str] = {}
+        waiting = {self._pipes[rank]: rank for rank in chosen}
+        deadline = time.monotonic() + timeout
+        while waiting:
+            ready = connection.wait(list(waiting), max(deadline - time.monotonic(), 0))
+            if not ready:
+                problems |= dict.fromkeys(waiting.values(), "did not return in time")
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    ok, result = pipe.recv()
+                except EOFError:
+                    ok, result = False, "has gone"
+                (results if ok else problems)[rank] = result
+            if problems:
+                deadline = min(deadline, time.monotonic() + _AFTER_A_FAILURE)
+        if problems:
+            self.close()
+        assert not problems, "\n".join(f"rank {rank} of {self.size}: {problem}" for rank, problem in problems.items())
+        return [results[rank] for rank in chosen]
 
     def kill(self, rank: int) -> None:
         self._processes[rank].kill()
         self._processes[rank].join()
 
+    def lose_store(self) -> None:
+        del self._store
+
     def close(self) -> None:
+        if _kept.get(self.size) is self:
+            del _kept[self.size]
         for process in self._processes:
             process.kill()
             process.join()
@@ -82,13 +102,22 @@ class Wire(TorchDispatchMode):
             self.calls.append((name, sum(x.numel() * x.element_size() for x in tensors)))
         return function(*args, **(kwargs or {}))
 
+    def sent(self) -> int:
+        """Bytes of messages."""
+        return sum(size for name, size in self.calls if name == "send")
+
 
 def processes(size: int) -> Processes:
     """The group of this size that all tests share."""
     if size not in _kept:
         _kept[size] = Processes(size)
-        atexit.register(_kept[size].close)
     return _kept[size]
+
+
+@atexit.register
+def _close() -> None:
+    for group in list(_kept.values()):
+        group.close()
 
 
 def _work(pipe: Any, port: int, rank: int, size: int) -> None:

@@ -248,35 +248,35 @@ def check_errors() -> dict[str, str]:
         "decay": raised(ValueError, lambda: run(query, key, value, causal=True, log_decay=-torch.rand(2, HEADS_KV, 4) if odd else None)),
         "gradient": raised(ValueError, lambda: run(query.clone().requires_grad_(odd), key, value)),
         "refused": raised(TypeError if odd else RuntimeError, lambda: run(query, key, value, causal="yes" if odd else True)),
-        "other call": raised(RuntimeError, lambda: _other_call(query, key, value) if odd else run(query, key, value)),
+        "other call": raised(ValueError, lambda: _other_call(query, key, value) if odd else run(query, key, value)),
     }
     torch.testing.assert_close(run(query, key, value, causal=True).shape, query[..., :DIM_V].shape)  # the group goes on
     return errors
 
 
 def _other_call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    from tiled_attention.distributed import roll_call
+    from tiled_attention.distributed.agreement import agree
     from tiled_attention.distributed.peers import Peers
 
-    roll_call.hold(Peers(None, query.device, None), "another call", {})
+    agree(Peers(None, query.device, None), "another call", {})
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_ranks_that_disagree_are_named_on_every_rank(size: int):
     said = processes(size).run(check_errors)
     for name, pattern in (
-        ("shape", "the leading dimensions and heads of query must be the same on all ranks, got (2, 4) on rank 0 and (1, 4) on rank 1"),
-        ("head_dim", "head_dim of value must be the same on all ranks, got 6 on rank 0 and 3 on rank 1"),
-        ("dtype", "the dtype of query must be the same on all ranks, got torch.float32 on rank 0 and torch.float64 on rank 1"),
-        ("option", "causal must be the same on all ranks, got False on rank 0 and True on rank 1"),
-        ("decay", "log_decay must be the same on all ranks, got None on rank 0 and per token on rank 1"),
-        ("gradient", "whether an input requires a gradient must be the same on all ranks, got False on rank 0 and True on rank 1"),
-        ("other call", "all ranks must make the same call, got distributed.linear_attention on rank 0 and another call on rank 1"),
+        ("shape", "the leading dimensions and heads of query must be equal on all ranks: rank 0 has (2, 4), rank 1 has (1, 4)"),
+        ("head_dim", "head_dim of value must be equal on all ranks: rank 0 has 6, rank 1 has 3"),
+        ("dtype", "the dtype of query must be equal on all ranks: rank 0 has torch.float32, rank 1 has torch.float64"),
+        ("option", "causal must be equal on all ranks: rank 0 has False, rank 1 has True"),
+        ("decay", "log_decay must be equal on all ranks: rank 0 has None, rank 1 has per token"),
+        ("gradient", "whether an input requires a gradient must be equal on all ranks: rank 0 has False, rank 1 has True"),
+        ("other call", "function must be equal on all ranks: rank 0 has distributed.linear_attention, rank 1 has another call"),
     ):
         assert {errors[name] for errors in said} == {pattern}
     for rank, errors in enumerate(said):
         assert "causal must be True or False, got 'yes'" in errors["refused"]
-        assert rank == 1 or "rank 1 refused its call" in errors["refused"]
+        assert rank == 1 or "distributed.linear_attention: rank 1 raised TypeError: causal" in errors["refused"]
 
 
 def check_arguments() -> None:
@@ -353,6 +353,6 @@ def test_a_late_rank_hears_that_the_others_gave_up():
     try:
         first, second = group.run(check_late)
         assert first == "distributed.linear_attention: rank 1 did not make this call within 0.5 s"
-        assert second == f"distributed.linear_attention: rank 0 refused its call: gave up, since {first}"
+        assert second == f"distributed.linear_attention: rank 0 raised RuntimeError: {first}"
     finally:
         group.close()

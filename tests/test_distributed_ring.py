@@ -1,17 +1,23 @@
-"""Ring attention: parity of ranks with one process (in processes of their own), and what plans and local masks say about the whole."""
+"""Ring attention: parity of ranks with one process, lost ranks, and what plans and local masks say about the whole."""
 
 import itertools
 import os
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import ring_cases
 import tiled_attention as ta
-from distributed_ranks import failures
+from processes import Processes, processes
+from ring_parity import leaf, problem
+from tiled_attention.distributed import ring_attention, shard_sequence
 from tiled_attention.distributed.all_to_all import numbers_sent
 from tiled_attention.distributed.layout import lengths_of, runs_of
 from tiled_attention.distributed.local_masks import Block, localize, sight_of
@@ -39,10 +45,10 @@ MASKS = [
 ]
 
 
+@pytest.mark.parametrize("name", ring_cases.CASES)
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_agree_with_one_process(size: int):
-    found = failures("distributed_cases.py", size)
-    assert not found, found
+def test_ranks_agree_with_one_process(size: int, name: str):
+    processes(size).run(ring_cases.check, name)
 
 
 def dense(mask: Any, seqlen_q: int, seqlen_kv: int, offset: int) -> torch.Tensor:
@@ -164,10 +170,62 @@ def test_without_a_group():
             call()
 
 
-def test_a_lost_rank_is_named():
-    """Rank 1 never calls, goes away after the forward pass, or falls silent there: the others say so, in time."""
-    script = Path(__file__).parent / "distributed_lost.py"
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+TIMEOUT = 2.0
+_out: list[torch.Tensor] = []  # of this rank, from one call of a test to the next
+
+
+def tried(call: Any) -> tuple[str, float]:
+    """The error of this rank, "" where there is none, and the seconds that passed."""
+    begin = time.monotonic()
+    try:
+        call()
+        error = ""
+    except RuntimeError as caught:
+        error = str(caught)
+    return error, time.monotonic() - begin
+
+
+def try_forward() -> tuple[str, float]:
+    shards = [leaf(shard_sequence(x)) for x in problem(48, 48)]
+    return tried(lambda: _out.append(ring_attention(*shards, timeout=TIMEOUT)))
+
+
+def try_backward() -> tuple[str, float]:
+    return tried(lambda: _out.pop().sum().backward())
+
+
+@pytest.fixture
+def three() -> Iterator[Processes]:
+    """Ranks of which the test loses one."""
+    group = Processes(3)
+    yield group
+    group.close()
+
+
+def test_a_rank_that_does_not_come_is_named_and_hears_it(three: Processes):
+    late = "ring_attention: rank 1 did not make this call within 2 s"
+    for error, seconds in three.run(try_forward, ranks=(0, 2)):
+        assert error == late and seconds < 60
+    assert three.run(try_forward, ranks=(1,))[0][0] == f"ring_attention: rank 0 raised RuntimeError: {late}"
+    assert [error for error, _ in three.run(try_forward)] == [""] * 3  # the group is as before
+
+
+@pytest.mark.parametrize("how", ("gone", "silent"))
+def test_a_rank_that_is_lost_in_the_middle_is_named(three: Processes, how: str):
+    """After the forward pass rank 1 goes away, or falls silent."""
+    assert [error for error, _ in three.run(try_forward)] == [""] * 3
+    if how == "gone":
+        three.kill(1)
+    for rank, (error, seconds) in zip((0, 2), three.run(try_backward, ranks=(0, 2))):
+        # A rank that waits for another one that waits names that one.
+        said = re.match(r"(rank \d)\b.* (did not answer within 2.0 s: it is lost, or waits|is lost: .*[Cc]onnection)", error)
+        assert said is not None and any(f"rank {other}" in said[0] for other in range(3) if other != rank), error
+        assert seconds < 60
+
+
+def test_a_store_that_is_lost_is_named(three: Processes):
+    assert [error for error, _ in three.run(try_forward)] == [""] * 3
+    three.lose_store()
+    for error, seconds in three.run(try_forward):
+        assert error.startswith("ring_attention: the store of the group is lost, which lies in global rank 0, unless")
+        assert seconds < 60

@@ -30,7 +30,7 @@ ROUNDINGS, ROUNDED_RANKS = 2.0, 4
 # Memory is judged from here on: the buffers of sockets and threads do not grow with the sequence.
 JUDGED_BYTES = 32 * 2**20
 MEMORY_SLACK = 1.1
-SENT_SLACK, MESSAGE_BYTES = 1.01, 4096  # headers; and what ranks tell each other before a call, and to meet
+SENT_SLACK, MEETING_BYTES = 1.01, 1024  # headers; and what one rank sends to another to meet
 MOST_WORK = 1.05  # causal pairs of a rank over the mean, in zigzag
 
 
@@ -134,7 +134,7 @@ def _sent_rows(operator: str, n: int, ranks: Sequence[Mapping[str, Any]]) -> lis
     rows = []
     for direction, formula in _traffic(operator, n, len(ranks)).items():
         counts = [row["sent"][direction] for row in ranks]
-        allowed = formula * SENT_SLACK + MESSAGE_BYTES * len(ranks) * (len(ranks) - 1)
+        allowed = formula * SENT_SLACK + MEETING_BYTES * len(ranks) * (len(ranks) - 1)
         row = {"operator": operator, "n": n, "direction": direction, "bytes": None if None in counts else counts}
         passed = None if None in counts else formula <= sum(counts) <= allowed
         rows.append(row | {"formula": formula, "limit": allowed, "passed": passed})

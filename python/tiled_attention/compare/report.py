@@ -313,7 +313,7 @@ def distributed_tables(results: Mapping[str, Any]) -> list[Table]:
         ]
         for row in results["sent"]
     )
-    caption = "of all ranks, over their connections to each other, with headers and what they tell each other before a call"
+    caption = "of all ranks, over their connections to each other, with headers; what goes to the store is left out"
     return [*tables, _table("Traffic: KiB sent", "operator, direction, n, counted, by formula, equal", sent, left=2, caption=caption)]
 
 

@@ -1,131 +1,120 @@
-"""What all ranks must say alike before they start: every rank tells every other one, and each raises the same named error."""
+"""How ranks agree before they exchange data: all of them are here, in time, with calls that fit together.
+
+They meet in the store of the group, not over its connections: no tensor is sent, and a group in which a rank did not come is as before.
+Ranks that are missing, raised or made another call are named on every rank before any of them waits for data that does not come, or that
+does not fit into its buffer.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.distributed.distributed_c10d import _get_process_group_store
 
-from .peers import Peers, Pending
+from .peers import Peers
 
-_NUMBERS = 4  # int64 of each rank's own
-_BYTES = 2048  # of one descriptor
-_LIMIT = _BYTES - 8 * (_NUMBERS + 1)
+# Connections of their own: waiting holds a lock on one, and its time-out is set.
+_stores: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+# By the name of the group, which may be made again over the same store.
+_calls: defaultdict[str, int] = defaultdict(int)
+_written: defaultdict[str, set[str]] = defaultdict(set)  # keys of this rank that others may not have read yet
 
 
-class Agreement:
-    """Of one call: `says` what must be equal, `numbers` what each rank has of its own, then `reach`."""
+@_disable_dynamo
+def agree(peers: Peers, function: str, facts: Mapping[str, Any], numbers: Sequence[int] = ()) -> list[list[int]]:
+    """The `numbers` of every rank, when all are here with the same function and the same facts about the call, as `str` has them.
 
-    def __init__(self, function: str) -> None:
-        self._said: dict[str, Any] = {"function": function}
-        self._numbers: list[int] = []
-        self._error: Exception | None = None
+    Raises:
+        RuntimeError: naming the ranks that did not come in time, or one that raised.
+        ValueError: naming a fact on which ranks disagree, with what two of them have.
+    """
+    if peers.size == 1:
+        return [list(numbers)]
+    place = _next_place(peers)
+    said = {"function": function, **{name: str(fact) for name, fact in facts.items()}}
+    digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+    entries = _exchange(peers, function, place, {"facts": digest, "numbers": list(numbers)})
+    if any(entry["facts"] != digest for entry in entries):
+        _compare(peers, _exchange(peers, function, f"{place}/facts", said))
+    return [entry["numbers"] for entry in entries]
 
-    @contextlib.contextmanager
-    def local_checks(self) -> Iterator[None]:
-        """An error of the arguments in here is raised by `reach`, when the other ranks have been told; at once where there is no group."""
+
+@contextlib.contextmanager
+def reporting(peers: Peers, function: str) -> Iterator[None]:
+    """What is raised inside stands for this rank where the others agree, so that they need not wait for it."""
+    try:
+        yield
+    except Exception as error:
+        if peers.size > 1:
+            with contextlib.suppress(dist.DistError):
+                _write(peers, f"{_next_place(peers)}/{peers.rank}", _raised(error))
+        raise
+
+
+def _exchange(peers: Peers, function: str, place: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What all ranks wrote at this place."""
+    keys = [f"{place}/{rank}" for rank in range(peers.size)]
+    store, seconds = _store(peers), peers.seconds()
+    store.set_timeout(timedelta(seconds=seconds))
+    earlier = list(_written[peers.group.group_name])
+    try:
+        _write(peers, keys[peers.rank], entry)
         try:
-            yield
-        except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-            if not dist.is_initialized():
-                raise
-            self._error = error
-
-    def says(self, **fields: Any) -> None:
-        self._said.update({name: str(value) for name, value in fields.items()})
-
-    def numbers(self, *values: int) -> None:
-        self._numbers = list(values)
-
-    def reach(self, group: Any, tensor: Any, timeout: float | None) -> list[list[int]]:
-        """The numbers of every rank. Raises this rank's error, or one that names a rank that failed, disagrees or does not answer."""
-        device = tensor.device if isinstance(tensor, Tensor) else torch.device("cpu")
-        try:
-            peers = Peers(group, device, timeout)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise (self._error or error) from None
-        said = self._said if self._error is None else {"error": f"{type(self._error).__name__}: {self._error}"}
-        mine = _packed(said, self._numbers)
-        if peers.size == 1:
-            entries = [mine]
-        elif device.type == "cpu":
-            entries = _tell(peers, mine)
-        else:
-            gathered = torch.empty(peers.size * _BYTES, dtype=torch.uint8, device=device)
-            dist.all_gather_into_tensor(gathered, mine.to(device), group=peers.group)
-            entries = list(gathered.cpu().view(peers.size, _BYTES))
-        if self._error is not None:
-            raise self._error
-        _compare(peers, entries)
-        return [entry[: 8 * _NUMBERS].view(torch.int64).tolist() for entry in entries]
-
-
-def _packed(said: dict[str, Any], numbers: list[int]) -> Tensor:
-    text = json.dumps(said).encode()
-    if len(text) > _LIMIT:  # long values by their hashes
-        share = _LIMIT // max(1, len(said)) // 2
-        said = {name: value if len(value) < share else _shortened(value, share) for name, value in said.items()}
-        text = json.dumps(said).encode()[:_LIMIT]
-    entry = torch.zeros(_BYTES, dtype=torch.uint8)
-    head = torch.zeros(_NUMBERS + 1, dtype=torch.int64)
-    head[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
-    head[_NUMBERS] = len(text)
-    entry[: head.numel() * 8] = head.view(torch.uint8)
-    entry[head.numel() * 8 :][: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return entry
-
-
-def _shortened(value: str, size: int) -> str:
-    digest = hashlib.sha256(value.encode()).hexdigest()[:16]
-    return f"{value[: max(0, size // 4)]}... (sha256 {digest})"
-
-
-def _text(entry: Tensor) -> bytes:
-    length = int(entry[8 * _NUMBERS : 8 * (_NUMBERS + 1)].view(torch.int64))
-    return bytes(entry[8 * (_NUMBERS + 1) :][:length].tolist())
-
-
-def _tell(peers: Peers, mine: Tensor) -> list[Tensor]:
-    """Between each two ranks, so that it is known who does not answer."""
-    entries = [torch.empty_like(mine) for _ in range(peers.size)]
-    entries[peers.rank] = mine
-    pending: list[Pending] = []
-    failed: dict[int, Exception] = {}
-    for peer in peers.others():
-        try:
-            pending.append(peers.exchange([(peer, mine)], [(peer, entries[peer])]))
-        except RuntimeError as error:
-            failed[peer] = error
-    deadline = time.monotonic() + (peers.timeout or 0.0)
-    for messages in pending:
-        if peers.timeout is not None:  # one time-out for all of them together
-            messages.limit = max(deadline - time.monotonic(), 0.01)
-        failed.update(messages.failures())
-    if failed:
-        raise peers.lost(list(failed), next(iter(failed.values())))
+            found = store.multi_get(keys)
+        except dist.DistStoreError:
+            missing = [peers.name(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            if missing:
+                late = RuntimeError(f"{function}: {', '.join(missing)} did not make this call within {seconds:g} s")
+                _write(peers, keys[peers.rank], _raised(late))
+                raise late from None
+            found = store.multi_get(keys)
+        for key in earlier:  # who came here has read them
+            store.delete_key(key)
+        _written[peers.group.group_name].difference_update(earlier)
+    except dist.DistNetworkError as error:
+        holder = "in global rank 0, unless torchrun or the program keeps it elsewhere"
+        raise RuntimeError(f"{function}: the store of the group is lost, which lies {holder}: {error}") from error
+    entries = [json.loads(text) for text in found]
+    for rank, said in enumerate(entries):
+        if "raised" in said:
+            raise RuntimeError(f"{function}: {peers.name(rank)} raised {said['raised']}")
     return entries
 
 
-def _compare(peers: Peers, entries: list[Tensor]) -> None:
-    texts = [_text(entry) for entry in entries]
-    for rank, text in enumerate(texts):
-        if b'"error"' in text:
-            said = json.loads(text)
-            if "error" in said:
-                raise RuntimeError(f"{peers.name(rank)} raised {said['error']}")
-    if all(text == texts[0] for text in texts):
-        return
-    said = [json.loads(text) for text in texts]
-    for name in said[0] | said[-1]:
-        for rank in range(1, peers.size):
-            first, other = said[0].get(name), said[rank].get(name)
+def _compare(peers: Peers, said: Sequence[Mapping[str, str]]) -> None:
+    for name in dict.fromkeys(name for facts in said for name in facts):
+        for rank, facts in enumerate(said):
+            first, other = said[0].get(name), facts.get(name)
             if first != other:
                 raise ValueError(f"{name} must be equal on all ranks: {peers.name(0)} has {first}, {peers.name(rank)} has {other}")
-    raise ValueError("all ranks must make the same call")
+
+
+def _raised(error: Exception) -> dict[str, str]:
+    return {"raised": f"{type(error).__name__}: {error}"}
+
+
+def _write(peers: Peers, key: str, entry: Mapping[str, Any]) -> None:
+    _store(peers).set(key, json.dumps(entry))
+    _written[peers.group.group_name].add(key)
+
+
+def _store(peers: Peers) -> Any:
+    if peers.group not in _stores:
+        store: Any = _get_process_group_store(peers.group)
+        _stores[peers.group] = store.clone()
+    return _stores[peers.group]
+
+
+def _next_place(peers: Peers) -> str:
+    number = _calls[peers.group.group_name]
+    _calls[peers.group.group_name] += 1
+    return f"tiled_attention/{number}"

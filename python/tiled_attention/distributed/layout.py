@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import Agreement
+from .agreement import agree, reporting
 from .peers import Peers
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -121,15 +121,13 @@ def gather_sequence(
     Raises:
         ValueError, TypeError, RuntimeError: on every rank, naming the argument, or the rank that failed, disagrees or did not answer.
     """
-    agreement = Agreement("gather_sequence")
-    with agreement.local_checks():
+    peers = Peers(group, x.device if isinstance(x, Tensor) else torch.device("cpu"), timeout)
+    with reporting(peers, "gather_sequence"):
         dim = _check_dim(x, dim)
-        peers = Peers(group, x.device, timeout)
         shape = list(x.shape)
         shape[dim] = -1
-        agreement.says(dtype=x.dtype, shape=shape, dim=dim, layout=check_layout(layout), requires_grad=_records(x))
-        agreement.numbers(x.shape[dim])
-    lengths = [entry[0] for entry in agreement.reach(group, x, timeout)]
+        facts = dict(dtype=x.dtype, shape=shape, dim=dim, layout=check_layout(layout), requires_grad=_records(x))
+    lengths = [length for (length,) in agree(peers, "gather_sequence", facts, (x.shape[dim],))]
     runs = runs_of(lengths, layout, "x")
     shards = _Gather.apply(x, dim, lengths, peers)
     pieces = [(run, shard.narrow(dim, run.at, run.end - run.begin)) for held, shard in zip(runs, shards, strict=True) for run in held]

@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,12 +20,13 @@ from ..library import below_autograd, ops
 from ..linear_attention import linear_attention as _of_one_process
 from ..linear_autograd import linear_bwd_arguments
 from ..linear_call import FeatureMap, LinearState, out_dtype, prepare
-from . import roll_call
+from .agreement import agree, reporting
 from .peers import Peers, Pending
 
-_CALL = "distributed.linear_attention"
+_FUNCTION = "distributed.linear_attention"
+_BACKWARD = f"backward of {_FUNCTION}"
 _ONCE = (
-    f"{_CALL} is differentiated once, in reverse mode: no create_graph, forward mode or torch.func; use "
+    f"{_FUNCTION} is differentiated once, in reverse mode: no create_graph, forward mode or torch.func; use "
     "tiled_attention.linear_attention on the whole sequence"
 )
 State = tuple[Tensor, Tensor]
@@ -68,6 +70,7 @@ def linear_attention(
 ) -> tuple[Tensor, LinearState]: ...
 
 
+@_disable_dynamo
 def linear_attention(
     query: Tensor,
     key: Tensor,
@@ -124,7 +127,7 @@ def linear_attention(
     if peers.size == 1:
         options |= {"log_decay": log_decay, "initial_state": initial_state, "return_state": return_state}
         return _of_one_process(query, key, value, **options)
-    with roll_call.reporting(peers, _CALL):
+    with reporting(peers, _FUNCTION):
         args = prepare(
             query,
             key,
@@ -141,7 +144,7 @@ def linear_attention(
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             raise RuntimeError(_ONCE)
     records = needs_derivatives(args)
-    roll_call.hold(peers, _CALL, _facts(args, records))
+    agree(peers, _FUNCTION, _facts(args, records))
     function = _Causal if args.causal else _Full
     if records:
         out, kv, k_sum = function.apply(peers, *args)
@@ -151,23 +154,20 @@ def linear_attention(
     return (out, LinearState(kv, k_sum)) if return_state else out
 
 
-linear_attention._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable without its imports: it waits for others
-
-
 def _facts(args: LinearArguments, records: bool) -> dict[str, Any]:
     """What all ranks must say alike. Lengths may differ."""
     decay = args.log_decay
     return {
-        "the leading dimensions and heads of query": list(args.query.shape[:-2]),
-        "the leading dimensions and heads of key": list(args.key.shape[:-2]),
+        "the leading dimensions and heads of query": tuple(args.query.shape[:-2]),
+        "the leading dimensions and heads of key": tuple(args.key.shape[:-2]),
         "head_dim of query and key": args.query.shape[-1],
         "head_dim of value": args.value.shape[-1],
-        "the dtype of query": str(args.query.dtype),
+        "the dtype of query": args.query.dtype,
         "the device type of query": args.query.device.type,
         "causal": args.causal,
         "normalize": args.normalize,
         "scale": args.scale,
-        "feature_map": [args.query_map, args.key_map],
+        "feature_map": (args.query_map, args.key_map),
         "log_decay": "None" if decay is None else "per token" if decay.shape[-1] == 1 else "per feature",
         "whether an input requires a gradient": records,
     }
@@ -282,10 +282,10 @@ def _without_state(wanted: Any) -> Any:
 
 
 def _begin_backward(peers: Peers) -> None:
-    with roll_call.reporting(peers, f"backward of {_CALL}"):
+    with reporting(peers, _BACKWARD):
         if is_differentiating():
             raise RuntimeError(_ONCE)
-    roll_call.hold(peers, f"backward of {_CALL}", {})
+    agree(peers, _BACKWARD, {})
 
 
 def _forward(args: LinearArguments) -> tuple[Tensor, Tensor, Tensor]:

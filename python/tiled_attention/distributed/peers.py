@@ -33,6 +33,10 @@ class Peers:
                 raise ValueError(f"timeout must be a number of seconds > 0 or None, got {timeout}")
         self.timeout = timeout
 
+    def seconds(self) -> float:
+        """How long to wait for another rank."""
+        return self.group._get_backend(self.device).options._timeout.total_seconds() if self.timeout is None else self.timeout
+
     def others(self) -> list[int]:
         """From the next rank on, round to the one before."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]

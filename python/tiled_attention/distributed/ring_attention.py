@@ -17,9 +17,9 @@ from ..call import needs_derivatives
 from ..masks import Mask
 from ..relative_bias import RelativeBias
 from ..rotary import RotaryEmbedding
-from .agreement import Agreement
+from .agreement import agree, reporting
 from .all_to_all import attend_by_heads, numbers_sent, refusal
-from .checked import Call, check_keys, checked, has_rows, said, tensors_for
+from .checked import check_keys, checked, has_rows, said, tensors_for
 from .layout import check_layout, runs_of
 from .local_masks import sight_of
 from .peers import Peers
@@ -27,6 +27,7 @@ from .ring import Ring, RingAttention, attend
 from .schedule import make_schedule
 
 METHODS = ("ring", "all_to_all", "auto")
+_FUNCTION = "ring_attention"
 
 
 @overload
@@ -165,29 +166,25 @@ def _attend(
     method: Any,
     timeout: Any,
 ) -> tuple[Any, Any]:
-    agreement = Agreement("ring_attention")
-    call: Call | None = None
-    with agreement.local_checks():
+    peers = Peers(group, query.device if isinstance(query, Tensor) else torch.device("cpu"), timeout)
+    with reporting(peers, _FUNCTION):
         check_layout(layout)
         if method not in METHODS:
             raise ValueError(f"method must be 'ring', 'all_to_all' or 'auto', got {method!r}")
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError("ring_attention cannot run under a torch.func transform")
-        device = query.device if isinstance(query, Tensor) else torch.device("cpu")
-        if Peers(group, device, timeout).size == 1:
+        if peers.size == 1:
             scale, softcap, slopes, sinks, dropout_p, generator, offset = options
             named = dict(scale=scale, softcap=softcap, alibi_slopes=slopes, sinks=sinks, dropout_p=dropout_p, query_offset=offset)
             return attention(query, key, value, mask=mask, bias=bias, rotary=rotary, generator=generator, return_lse=True, **named)
         call = checked(query, key, value, mask, bias, rotary, options)
-        agreement.says(**said(call, layout, method, return_lse))
+        facts = said(call, layout, method, return_lse)
         seed = call.args.dropout_seed
         number = int(seed) if seed is not None and seed.device.type == "cpu" else 0
-        agreement.numbers(call.args.query.shape[-2], call.args.key.shape[-2], number, has_rows(call))
-    entries = agreement.reach(group, query, timeout)
+        own = (call.args.query.shape[-2], call.args.key.shape[-2], number, has_rows(call))
+    entries = agree(peers, _FUNCTION, facts, own)
     # From here on every decision, errors included, is the same on all ranks.
-    assert call is not None
     args = call.args
-    peers = Peers(group, args.query.device, timeout)
     if args.dropout_seed is not None:
         if args.dropout_seed.device.type == "cpu":
             seed = torch.full_like(args.dropout_seed, entries[0][2])

@@ -1,23 +1,13 @@
-"""Ranks for tests: processes that run functions of (rank, size) in a gloo group, and how they compare with one process.
+"""How the ranks of ring_attention compare with one process.
 
 The whole problem is made on every rank from a seed and computed there by one process; the rank's call must give its rows of that.
 """
 
-import contextlib
-import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from pathlib import Path
+import re
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,13 +16,7 @@ import tiled_attention as ta
 from tiled_attention.distributed import ring_attention
 from tiled_attention.distributed.layout import lengths_of, runs_of
 
-CASES: dict[str, Callable[[int, int], None]] = {}
 NAMES = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
-
-
-def case(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
-    CASES[function.__name__] = function
-    return function
 
 
 def problem(seqlen_q: int, seqlen_kv: int, *, batch=(2,), heads=(4, 2), dims=(16, 8), dtype=torch.float64, seed=0) -> list[Tensor]:
@@ -137,96 +121,5 @@ def rms(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).square().mean().sqrt())
 
 
-@contextlib.contextmanager
-def raises(kind: type[Exception], text: str) -> Iterator[None]:
-    try:
-        yield
-    except kind as error:
-        assert text in str(error), f"{error!r} without {text!r}"
-        return
-    raise AssertionError(f"no {kind.__name__} with {text!r}")
-
-
-class Counted:
-    """Bytes that this rank sends, the agreement of ranks apart."""
-
-    def __init__(self) -> None:
-        self.sent = 0
-
-    def __enter__(self) -> "Counted":
-        self._real = dist.batch_isend_irecv
-
-        def counting(ops: list[Any]) -> Any:
-            self.sent += sum(
-                op.tensor.numel() * op.tensor.element_size() for op in ops if op.op is dist.isend and op.tensor.dtype != torch.uint8
-            )
-            return self._real(ops)
-
-        dist.batch_isend_irecv = counting
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        dist.batch_isend_irecv = self._real
-
-
-def run(rank: int, size: int, folder: str, names: list[str]) -> int:
-    """In a child: the exit code. What fails is written to RANK.json."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
-    for name in names:
-        try:
-            CASES[name](rank, size)
-        except Exception:
-            (Path(folder) / f"{rank}.json").write_text(json.dumps({name: traceback.format_exc()}))
-            return 1  # the others may wait for messages that this rank never sent
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
-
-
-def start(size: int, names: list[str]) -> dict[int, dict[str, str]]:
-    """What failed, by rank and case. Forks, so that torch is imported once; the first failure ends all of them a little later."""
-    with tempfile.TemporaryDirectory() as folder:
-        children: dict[int, int] = {}
-        for rank in range(size):
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    code = run(rank, size, folder, names)
-                finally:
-                    os._exit(code)
-            children[child] = rank
-        codes: dict[int, int] = {}
-        deadline = math.inf
-        while children:
-            for child in list(children):
-                done, status = os.waitpid(child, os.WNOHANG)
-                if done:
-                    codes[children.pop(child)] = os.waitstatus_to_exitcode(status)
-                elif time.monotonic() > deadline:
-                    os.kill(child, signal.SIGKILL)
-            if any(codes.values()) and deadline == math.inf:
-                deadline = time.monotonic() + 5
-            time.sleep(0.02)
-        found = {rank: Path(folder) / f"{rank}.json" for rank in range(size)}
-        failed = {rank: json.loads(path.read_text()) for rank, path in found.items() if path.exists()}
-        return failed or {rank: {"exit code": str(code)} for rank, code in codes.items() if code}
-
-
-def failures(script: str, size: int, names: tuple[str, ...] = ()) -> str:
-    """Runs `script`, which calls `main`, and returns what failed as text."""
-    command = [sys.executable, str(Path(__file__).parent / script), str(size), *names]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return done.stdout + done.stderr if done.returncode else ""
-
-
-def main() -> None:
-    """`SIZE [CASE ...]`; without cases all of them, but for those that are named with a leading underscore."""
-    size, names = int(sys.argv[1]), sys.argv[2:]
-    failed = start(size, names or [name for name in CASES if name[0] != "_"])
-    for rank, cases in failed.items():
-        for name, text in cases.items():
-            print(f"rank {rank} of {size}, {name}:\n{text}")
-    sys.exit(bool(failed))
+def raises(kind: type[Exception], text: str) -> Any:
+    return pytest.raises(kind, match=re.escape(text))

@@ -1,16 +1,29 @@
-"""What every rank of a group checks of ring_attention: `python tests/distributed_cases.py SIZE [CASE ...]` starts SIZE processes."""
+"""What every rank of a group checks of ring_attention, by name in `CASES`."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import tiled_attention as ta
-from distributed_ranks import CASES, NAMES, Counted, case, close, compare, leaf, main, problem, raises, rms
+from processes import Wire
+from ring_parity import NAMES, close, compare, leaf, problem, raises, rms
 from tiled_attention import parts
 from tiled_attention.distributed import ring_attention, shard_sequence
 from tiled_attention.distributed.layout import lengths_of
+
+CASES: dict[str, Callable[[int, int], None]] = {}
+
+
+def case(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+def check(name: str) -> None:
+    CASES[name](dist.get_rank(), dist.get_world_size())
 
 
 def masks(seqlen_q: int, seqlen_kv: int) -> dict[str, Any]:
@@ -368,11 +381,11 @@ def volume(rank: int, size: int) -> None:
                 leaf(shard_sequence(x, layout=layout))
                 for x in problem(length, length, batch=(1,), heads=(heads, heads), dims=(dim, dim), dtype=dtype)
             ]
-            with Counted() as forward:
+            with Wire() as forward:
                 out = ring_attention(*inputs, mask=mask, layout=layout)
-            with Counted() as backward:
+            with Wire() as backward:
                 out.sum().backward()
-            total = torch.tensor([forward.sent, backward.sent])
+            total = torch.tensor([forward.sent(), backward.sent()])
             dist.all_reduce(total)
             want = hops * shard * dtype.itemsize
             gradients = hops * shard * 4
@@ -385,23 +398,19 @@ def volume(rank: int, size: int) -> None:
             leaf(shard_sequence(x))
             for x in problem(length, length, batch=(1,), heads=(heads, heads_kv), dims=(dim, dim), dtype=torch.float32)
         ]
-        with Counted() as forward:
+        with Wire() as forward:
             out = ring_attention(*inputs, method="all_to_all")
-        with Counted() as backward:
+        with Wire() as backward:
             out.sum().backward()
         kept = max(heads_kv // size, 1)
         want = (size - 1) * 64 * (heads // size + kept) * 2 * dim * 4
-        assert [forward.sent, backward.sent] == [want, want], f"{[forward.sent, backward.sent]}, not {want}"
+        assert [forward.sent(), backward.sent()] == [want, want], f"{[forward.sent(), backward.sent()]}, not {want}"
     # "auto": the same heads, a ring where keys and values have few heads, an exchange where they have many.
     for heads_kv, less in ((8, "all_to_all"), (1, "ring")) if size == 4 else ():
         inputs = [shard_sequence(x) for x in problem(length, length, batch=(1,), heads=(8, heads_kv), dims=(dim, dim), dtype=torch.float32)]
         sent = {}
         for method in ("ring", "all_to_all", "auto"):
-            with Counted() as counted:
+            with Wire() as counted:
                 ring_attention(*inputs, method=method)
-            sent[method] = counted.sent
+            sent[method] = counted.sent()
         assert sent["auto"] == sent[less] == min(sent.values()), f"{heads_kv}: {sent}"
-
-
-if __name__ == "__main__":
-    main()
