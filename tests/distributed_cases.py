@@ -353,17 +353,24 @@ def disagreement(rank: int, size: int) -> None:
 def volume(rank: int, size: int) -> None:
     """Bytes sent by all ranks are those of the formulas in docs/distributed.md."""
     length, heads, dim = 64 * size, 4, 8
+    row = 2 * heads * dim  # numbers of a key and its value
     for dtype in (torch.float32, torch.bfloat16):
-        for layout, mask, hops in (
-            ("contiguous", None, size * (size - 1)),
-            ("zigzag", ta.Causal(), size * (size - 1)),
-            ("contiguous", ta.Causal(), size * (size - 1) // 2),
-            ("contiguous", ta.SlidingWindow(63, 0), size - 1),
-            ("contiguous", ta.SlidingWindow(64, 64), 2 * (size - 1)),
+        for layout, mask, rows in (  # of keys with their values, over all hops
+            ("contiguous", None, 64 * size * (size - 1)),
+            ("zigzag", ta.Causal(), 64 * size * (size - 1)),
+            ("contiguous", ta.Causal(), 64 * size * (size - 1) // 2),
+            ("contiguous", ta.SlidingWindow(63, 0), 63 * (size - 1)),
+            ("contiguous", ta.SlidingWindow(100, 0), 64 * (size - 1) + 36 * (size - 2)),
+            ("contiguous", ta.SlidingWindow(64, 20), 84 * (size - 1)),
+            ("zigzag", ta.SlidingWindow(20, 0), 20 * (2 * size - 2)),
+            (
+                "contiguous",
+                ta.Causal() & (ta.SlidingWindow(9, 0) | ta.Sinks(4)),
+                64 + (9 + 4) * (size - 2),
+            ),  # rank 1 sees both ends of rank 0
             ("contiguous", ta.Chunked(64), 0),
             ("contiguous", ta.Documents(torch.arange(size + 1) * 64), 0),
         ):
-            shard = 2 * heads * 64 * dim  # numbers of keys and values
             inputs = [
                 leaf(shard_sequence(x, layout=layout))
                 for x in problem(length, length, batch=(1,), heads=(heads, heads), dims=(dim, dim), dtype=dtype)
@@ -374,11 +381,12 @@ def volume(rank: int, size: int) -> None:
                 out.sum().backward()
             total = torch.tensor([forward.sent, backward.sent])
             dist.all_reduce(total)
-            want = hops * shard * dtype.itemsize
-            gradients = hops * shard * 4
-            if layout == "zigzag":  # the later half of a shard is seen by the ranks before its owner only: that of rank 0 by none
-                want -= (size - 1) * shard // 2 * dtype.itemsize
-                gradients -= 4 * shard // 2 * sum(size - 1 - owner for owner in range(size))
+            want = rows * row * dtype.itemsize
+            gradients = rows * row * 4
+            # The later half of a zigzag shard is seen by the ranks before its owner only: that of rank 0 by none.
+            if isinstance(mask, ta.Causal) and layout == "zigzag":
+                want -= (size - 1) * 32 * row * dtype.itemsize
+                gradients -= 4 * 32 * row * sum(size - 1 - owner for owner in range(size))
             assert total.tolist() == [want, want + gradients], f"{layout} {mask} {dtype}: {total.tolist()}, not {[want, want + gradients]}"
     for heads, heads_kv in ((8, 4), (8, 1)):
         inputs = [
