@@ -93,7 +93,7 @@ def large_scores(rank: int, size: int) -> None:
 
 @case
 def hidden_nan(rank: int, size: int) -> None:
-    query, key, value = problem(64, 64)
+    query, key, value = problem(64, 64, heads=(8, 4))
     key[..., -10:, :], value[..., -10:, :] = math.nan, math.inf
     compare(rank, size, [query, key, value], mask=ta.KeyLengths(torch.tensor([54, 20])))
     compare(rank, size, [query, key, value], mask=ta.KeyLengths(torch.tensor([54, 20])), method="all_to_all", tolerance=1e-11)
@@ -110,7 +110,7 @@ def rotary(rank: int, size: int) -> None:
         for layout in ("contiguous", "zigzag"):
             compare(rank, size, problem(60, 90), layout=layout, rotary=turn, mask=ta.Causal(), tolerance=1e-11)
         compare(rank, size, problem(60, 90), rotary=turn, query_offset=[3, 40], tolerance=1e-11)
-        compare(rank, size, problem(60, 90), rotary=turn, method="all_to_all", tolerance=1e-11)
+        compare(rank, size, problem(60, 90, heads=(8, 4)), rotary=turn, method="all_to_all", tolerance=1e-11)
 
 
 @case
@@ -158,15 +158,15 @@ def by_heads(rank: int, size: int) -> None:
     with raises(ValueError, "needs a number of ranks that divides num_heads"):
         ring_attention(*(shard_sequence(x) for x in problem(32, 32, heads=(3, 3))), method="all_to_all")
     with raises(ValueError, "one row for all queries"):
-        q, k, v = (shard_sequence(x) for x in problem(32, 32, heads=(4, 4)))
+        q, k, v = (shard_sequence(x) for x in problem(32, 32, heads=(8, 4)))
         ring_attention(q, k, v, method="all_to_all", bias=torch.zeros(q.shape[-2], 32))
 
 
 @case
 def twice(rank: int, size: int) -> None:
     """Double backward by heads; a named error of the ring."""
-    tensors = [leaf(shard_sequence(x)) for x in problem(16, 16, heads=(4, 4), dims=(4, 4))]
-    whole = [leaf(x) for x in problem(16, 16, heads=(4, 4), dims=(4, 4))]
+    tensors = [leaf(shard_sequence(x)) for x in problem(16, 16, heads=(8, 4), dims=(4, 4))]
+    whole = [leaf(x) for x in problem(16, 16, heads=(8, 4), dims=(4, 4))]
     results = []
     for inputs, function in ((tensors, lambda *x: ring_attention(*x, method="all_to_all")), (whole, ta.attention)):
         (grad,) = torch.autograd.grad(function(*inputs).square().sum(), inputs[1], create_graph=True)
@@ -192,7 +192,7 @@ def uneven_and_empty_shards(rank: int, size: int) -> None:
         ([3, 4, 0, 5], [0, 0, 0, 0]),
         ([0, 0, 0, 0], [3, 3, 2, 0]),
     ):
-        lengths = tuple(lengths_q[:size]), tuple(lengths_kv[:size])
+        lengths = tuple((lengths_q * size)[:size]), tuple((lengths_kv * size)[:size])
         compare(rank, size, problem(sum(lengths[0]), sum(lengths[1])), lengths=lengths)
         compare(rank, size, problem(sum(lengths[0]), sum(lengths[1])), lengths=lengths, mask=ta.Causal())
     compare(rank, size, problem(5, 5), layout="zigzag", mask=ta.Causal())  # fewer rows than chunks

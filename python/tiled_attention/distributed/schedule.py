@@ -1,9 +1,9 @@
 """Who computes what when, and what travels: the plan of a ring, the same on every rank.
 
 Shards of keys (with their values) are cut where the ranks that see them change. The pieces go from rank to rank, as far as some rank sees
-them: to the next ranks, or, where that is less far, part of the way to the ones before. At step (direction, distance) rank r has the pieces of
-rank r - direction * distance. In the backward pass a gradient starts as zeros at the first rank that sees its piece, takes the same way, and
-returns from the last one to its owner.
+them: to the next ranks, or, where that is less far, part of the way to the ones before. At step (direction, distance) rank r has the pieces
+of rank r - direction * distance. In the backward pass a gradient starts as zeros at the first rank that sees its piece, takes the same way,
+and returns from the last one to its owner.
 """
 
 from __future__ import annotations
