@@ -175,10 +175,11 @@ def test_layouts_divide_the_sequence():
     assert runs_of((4, 4), "zigzag", "x") == (((0, 2, 0), (6, 8, 2)), ((2, 6, 0),))
 
 
-def test_errors_and_memory_of_four_ranks_stay_in_their_limits():
+@pytest.mark.parametrize(("dtype", "heads"), [("float32", "1"), ("bfloat16", "4")])
+def test_errors_and_memory_of_four_ranks_stay_in_their_limits(dtype: str, heads: str):
     """n 8192, forward and backward: what benchmarks/distributed.py holds against one process."""
     script = Path(__file__).parent.parent / "benchmarks/distributed.py"
-    command = [sys.executable, str(script), "--heads", "1", "--heads-kv", "1"]
+    command = [sys.executable, str(script), "--heads", heads, "--heads-kv", heads, "--dtype", dtype]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -145,8 +145,8 @@ def attend(
     real = real_dtype(query.dtype)
     out = dense_like(query, (*query.shape[:-1], value.shape[-1])).zero_()
     residual = torch.zeros_like(out) if real != query.dtype else out.new_empty(0)
-    # A sink is a part without a value.
-    lse = torch.full(query.shape[:-1], -math.inf, dtype=real, device=query.device)
+    # A sink is a part without a value. In double, lse is rounded once, not by each part that joins.
+    lse = torch.full(query.shape[:-1], -math.inf, dtype=torch.float64, device=query.device)
     if sinks is not None:
         lse.copy_(sinks[:, None].expand(lse.shape))
     every = {run: _rows_of(run, query, out, lse, residual) for run in schedule.rows[rank]}
@@ -161,7 +161,7 @@ def attend(
             add(piece, *held[piece])
     for rows in every.values():
         rows.narrow(lse, -1).copy_(rows.lse)
-    return out, lse, residual
+    return out, lse.to(real), residual
 
 
 class RingAttention(torch.autograd.Function):
