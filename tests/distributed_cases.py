@@ -251,6 +251,15 @@ def accuracy(rank: int, size: int) -> None:
 
 
 @case
+def lse_is_rounded_once(rank: int, size: int) -> None:
+    """However many parts are joined in place."""
+    tensors = problem(512, 512, dims=(64, 64), dtype=torch.float32)
+    exact, one = (shard_sequence(ta.attention(*x, return_lse=True)[1], dim=-1) for x in ([y.double() for y in tensors], tensors))
+    _, lse = ring_attention(*(shard_sequence(x) for x in tensors), return_lse=True)
+    assert rms(exact, lse) <= 1.1 * rms(exact, one), f"{rms(exact, lse):.3g}, one process {rms(exact, one):.3g}"
+
+
+@case
 def sequences(rank: int, size: int) -> None:
     x = torch.arange(2 * 37 * 3, dtype=torch.float64).view(2, 37, 3)
     for layout in ("contiguous", "zigzag"):
