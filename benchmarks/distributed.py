@@ -4,7 +4,7 @@
 gloo. Ranks are forked from one process that has imported torch, each with one thread. Memory is the most resident memory of a rank
 above what it held with the group set up and a small call made; that of one process is measured the same way, in a process of its own. Its
 limit is that of one process divided by the ranks, two shards of keys and values, two of their gradients, and 10 %. The exit code is 1 where
-an error is more than twice that of one process or of rounding, or a float32 ring takes more memory than its limit.
+an error is more than twice that of one process or of rounding, or a ring takes more memory than its limit.
 """
 
 import argparse
@@ -179,7 +179,7 @@ def main() -> None:
     print(f"sent        {listed([found['sent'] / mib for found in ranks], 2)} MiB")
     print(f"work        {listed([count / mean for count in pairs], 3)} of the mean")
     print(f"time        {alone['seconds']:.2f} s in one process, {seconds:.2f} s in the ranks, one thread each")
-    good = (max(peaks) <= limit or options.method != "ring" or options.dtype != "float32") and all(
+    good = (max(peaks) <= limit or options.method != "ring") and all(
         error["ranks"] <= 2 * max(error["one"], error["rounding"]) for error in errors.values()
     )
     if options.json:

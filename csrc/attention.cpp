@@ -204,7 +204,7 @@ void attention_bwd(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 #ifdef TILED_ATTENTION_BACKEND_CPU
-// ()
+// (). lse is float64: parts are joined without rounding it.
 void attention_fwd_add(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   AttentionArguments args = take_attention_arguments(&arguments);
@@ -220,7 +220,7 @@ void attention_fwd_add(StableIValue* stack, uint64_t, uint64_t) {
   check_results(args.query, &out, &residual, &params, add);
   read(&lse);
   if (!lse.is_contiguous()) fail("lse must be contiguous");
-  params.lse = check_lse(&lse, real_dtype(args.query.dtype), scores.sizes, scores.rank - 1);
+  params.lse = check_lse(&lse, codes.float64, scores.sizes, scores.rank - 1);
   finish_batch(backend, scores, &batch_dims, &args, &params);
   if (has_rows(params) && params.seqlen_kv != 0) backend.attention_fwd_add(params);
 }

@@ -132,14 +132,44 @@ def test_shards_go_no_further_than_they_are_seen():
     assert sent(None, 4) == ([3 * 128] * 4, [3 * 128] * 4)
     assert sent(ta.Causal(), 4)[0] == [128, 256, 384, 0]  # rank 0 sends its own, rank 1 two, rank 2 three
     assert sent(ta.SlidingWindow(128, 0), 4) == ([128, 128, 128, 0], [0, 128, 128, 128])
-    assert sent(ta.SlidingWindow(129, 0), 4)[0] == [128, 256, 256, 0]
+    assert sent(ta.SlidingWindow(129, 0), 4)[0] == [128, 129, 129, 0]
     assert sent(ta.SlidingWindow(128, 128), 8)[0] == [128, *[256] * 6, 128]  # both ways, one hop each
     assert sent(ta.Chunked(128), 4) == ([0] * 4, [0] * 4)
     assert sent(ta.Chunked(256), 4)[0] == [128] * 4
-    assert sent(ta.Causal() & (ta.SlidingWindow(128, 0) | ta.Sinks(4)), 4)[0] == [128, 256, 256, 0]
+    assert sent(ta.Causal() & (ta.SlidingWindow(128, 0) | ta.Sinks(4)), 4)[0] == [128, 132, 132, 0]
     assert sum(sent(ta.Causal(), 4, "zigzag")[0]) == 12 * 128 - 3 * 64  # the last chunk, of rank 0, is seen by no other rank
     assert sum(sent(ta.Causal(), 4, "zigzag", True)[1]) == 12 * 128 - 64 * (3 + 2 + 1)
     assert numbers_sent((64,) * 4, (64,) * 4, (8, 4), (16, 16)) == 3 * 32 * 256 * (2 + 1)
+
+
+def test_only_what_is_seen_of_a_shard_is_sent():
+    for halves in (False, True):
+        assert sent(ta.SlidingWindow(20, 0), 4, halves=halves) == ([20, 20, 20, 0], [0, 20, 20, 20])
+        assert sent(ta.SlidingWindow(5, 7), 4, halves=halves)[0] == [5, 12, 12, 7]
+        assert sent(ta.SlidingWindow(300, 0), 8, halves=halves)[0] == [128, 256, *[300] * 5, 0]
+        assert sum(sent(ta.SlidingWindow(20, 0), 4, "zigzag", halves)[0]) == 6 * 20  # no rank sends over the middle
+        assert sent(ta.Documents(torch.tensor([0, 100, 256, 512])), 4, halves=halves)[0] == [28, 128, 128, 128]
+
+
+@pytest.mark.parametrize("offset", [0, 40, -25])
+@pytest.mark.parametrize("mask", [*MASKS[:10], MASKS[15]], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_pieces_hold_what_other_ranks_see(mask: Any, layout: str, offset: int):
+    """From its first to its last key, run by run of queries; and all pieces of a rank are apart."""
+    seqlen_q, seqlen_kv, size = 60, 66, 4
+    seen = dense(mask, seqlen_q, seqlen_kv, offset).any(0)[0]
+    lengths = lengths_of(seqlen_q, size, layout), lengths_of(seqlen_kv, size, layout)
+    schedule = make_schedule(*lengths, layout, sight_of(mask, offset), False)
+    for rank, owner in itertools.permutations(range(size), 2):
+        distance = (rank - owner) % size
+        held = torch.zeros(seqlen_kv, dtype=torch.int64)
+        for piece in schedule.pieces[owner]:
+            if distance in piece.ahead or size - distance in piece.behind:
+                held[piece.begin : piece.end] += 1
+        assert held.max() <= 1
+        for run, keys in itertools.product(schedule.rows[rank], schedule.own[owner]):
+            visible = seen[run.begin : run.end, keys.begin : keys.end].any(0)
+            assert not (visible & (held[keys.begin : keys.end] == 0)).any()
 
 
 def test_layouts_divide_the_sequence():
@@ -151,10 +181,11 @@ def test_layouts_divide_the_sequence():
     assert runs_of((4, 4), "zigzag", "x") == (((0, 2, 0), (6, 8, 2)), ((2, 6, 0),))
 
 
-def test_errors_and_memory_of_four_ranks_stay_in_their_limits():
+@pytest.mark.parametrize(("dtype", "heads"), [("float32", "1"), ("bfloat16", "4")])
+def test_errors_and_memory_of_four_ranks_stay_in_their_limits(dtype: str, heads: str):
     """n 8192, forward and backward: what benchmarks/distributed.py holds against one process."""
     script = Path(__file__).parent.parent / "benchmarks/distributed.py"
-    command = [sys.executable, str(script), "--heads", "1", "--heads-kv", "1"]
+    command = [sys.executable, str(script), "--heads", heads, "--heads-kv", heads, "--dtype", dtype]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -161,12 +161,15 @@ class TestAddingInPlace:
         n = 80
         query, key, value, grad = (torch.randn(2, 3, n, 8).to(dtype) for _ in range(4))
         out, lse, residual = ops.attention_fwd(query, key[:, :, :37], value[:, :, :37], *self.rest(), True)
+        lse = lse.double()
         added = ops._attention_fwd_add_(query, key[:, :, 37:], value[:, :, 37:], *self.rest(), out, lse, residual)
         assert added is None
+        exact = (query.double() @ key.double().mT).mul_(0.25).logsumexp(-1)
         whole, whole_lse, whole_residual = ops.attention_fwd(query, key, value, *self.rest(), True)
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(out, whole, atol=2 * eps, rtol=2 * eps)
-        torch.testing.assert_close(lse, whole_lse, atol=2.0**-8 if dtype == torch.bfloat16 else 1e-6, rtol=1e-6)
+        torch.testing.assert_close(lse.to(whole_lse.dtype), whole_lse, atol=2.0**-8 if dtype == torch.bfloat16 else 1e-6, rtol=1e-6)
+        assert (lse - exact).abs().max() <= (2.0**-8 if dtype == torch.bfloat16 else 1e-6)
         if residual.dim() > 1:
             both, whole_both = out.double() + residual.double(), whole.double() + whole_residual.double()
             assert (both - whole_both).abs().max() < (2.0**-8 if dtype == torch.bfloat16 else 2.0**-18)
@@ -184,6 +187,7 @@ class TestAddingInPlace:
     def test_nothing_to_add_leaves_everything(self):
         query, key = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 12, 8)
         out, lse, residual = ops.attention_fwd(query, key, key, *self.rest(), False)
+        lse = lse.double()
         before = out.clone(), lse.clone()
         hidden = self.rest(mask=torch.zeros(9, 12, dtype=torch.bool))
         ops._attention_fwd_add_(query, key, key, *hidden, out, lse, residual)
@@ -191,17 +195,19 @@ class TestAddingInPlace:
         assert torch.equal(out, before[0]) and torch.equal(lse, before[1])
         empty = torch.full_like(out, math.nan), torch.full_like(lse, -math.inf)
         ops._attention_fwd_add_(query, key, key, *self.rest(), *empty, residual)  # rows that hold no key are not read
-        assert torch.equal(empty[0], out) and torch.equal(empty[1], lse)
+        assert torch.equal(empty[0], out) and torch.equal(empty[1].float(), lse.float())
 
     def test_wrong_results_are_named(self):
         x = torch.randn(1, 2, 9, 8)
         out, lse, residual = ops.attention_fwd(x, x, x, *self.rest(), False)
+        exact = lse.double()
         for wrong, message in (
-            ((out[..., :7], lse, residual), "out must have shape"),
-            ((out.double(), lse, residual), "out must"),
-            ((out, lse[..., :8], residual), "lse must"),
-            ((out, lse.mT.contiguous().mT, residual), "lse must be contiguous"),
-            ((out, lse, out), "residual must have shape"),
+            ((out[..., :7], exact, residual), "out must have shape"),
+            ((out.double(), exact, residual), "out must"),
+            ((out, exact[..., :8], residual), "lse must"),
+            ((out, lse, residual), "lse must be float64"),
+            ((out, exact.mT.contiguous().mT, residual), "lse must be contiguous"),
+            ((out, exact, out), "residual must have shape"),
         ):
             with pytest.raises(RuntimeError, match=message):
                 ops._attention_fwd_add_(x, x, x, *self.rest(), *wrong)

@@ -13,10 +13,11 @@ struct ResultRows {
   static constexpr int kN = V::kLanes;
   const AttentionParams& p;
   Real inverse_keep;  // of dropout
-  bool adds;          // out, lse and residual hold the results over other keys, and become those over all
+  bool adds;          // out, lse (then double) and residual hold the results over other keys, and become those over all
 
   void write(int64_t batch, int rows, const RowState<Real>& state, const TileRow* tile_rows) const {
-    alignas(64) Real scale[kN], lse[kN], old_scale[kN];
+    alignas(64) Real scale[kN], old_scale[kN];
+    alignas(64) double lse[kN];
     bool empty[kN];
     for (int i = 0; i < rows; i++) {
       if (i % kN == 0) {
@@ -27,7 +28,8 @@ struct ResultRows {
       const int k = i % kN;
       const int64_t head = tile_rows[i].head, query = tile_rows[i].query;
       if (adds && empty[k]) continue;
-      if (p.lse) ((Real*)p.lse)[lse_offset(p, batch, head) + query] = lse[k];
+      if (adds) ((double*)p.lse)[lse_offset(p, batch, head) + query] = lse[k];
+      else if (p.lse) ((Real*)p.lse)[lse_offset(p, batch, head) + query] = Real(lse[k]);
       Real *row = state.out + int64_t(i) * state.out_stride, factor = scale[k];
       if (empty[k]) memset(row, 0, p.head_dim_v * sizeof(Real));
       const Matrix<T> out = matrix<T>(p, p.out, batch, head);
@@ -45,7 +47,7 @@ struct ResultRows {
 
  private:
   // What the accumulated rows are to be multiplied by, and lse, of up to kLanes rows.
-  void finish(int count, const RowState<Real>& state, const TileRow* tile_rows, Real* scale, Real* lse, bool* empty) const {
+  void finish(int count, const RowState<Real>& state, const TileRow* tile_rows, Real* scale, double* lse, bool* empty) const {
     for (int k = 0; k < kN; k++) {
       if (k < count && p.sinks)
         add_sink(Real(((const Real*)p.sinks)[tile_rows[k].head] * kLog2e), state.row_max[k], state.row_sum + k * kN, state.out + int64_t(k) * state.out_stride,
@@ -58,17 +60,17 @@ struct ResultRows {
       empty[k] = state.row_max[k] == Real(-INFINITY) && scale[k] == Real(INFINITY);
       // A row of the lowest numbers: its lse, in natural units, is the lowest number too.
       if (state.row_max[k] > Real(-INFINITY) && state.row_max[k] <= kLowestBias<Real>) lse[k] = kLowestReal<Real>;
-      if (empty[k]) lse[k] = Real(-INFINITY);
+      if (empty[k]) lse[k] = -INFINITY;
       scale[k] = empty[k] ? Real(1) : scale[k] * inverse_keep;
     }
   }
 
   // The same over the old keys too, and what the old rows are to be multiplied by.
-  void add_old(int64_t batch, int count, const TileRow* tile_rows, Real* scale, Real* lse, Real* old_scale, const bool* empty) const {
+  void add_old(int64_t batch, int count, const TileRow* tile_rows, Real* scale, double* lse, Real* old_scale, const bool* empty) const {
     using D = NativeVec<double>;
     alignas(64) double old[kN] = {}, now[kN] = {}, top[kN] = {}, total[kN];
     for (int k = 0; k < count; k++) {
-      old[k] = ((const Real*)p.lse)[lse_offset(p, batch, tile_rows[k].head) + tile_rows[k].query];
+      old[k] = ((const double*)p.lse)[lse_offset(p, batch, tile_rows[k].head) + tile_rows[k].query];
       now[k] = lse[k];
       top[k] = old[k] > now[k] || old[k] != old[k] ? old[k] : now[k];
       if (!empty[k]) old[k] -= top[k], now[k] -= top[k];
@@ -84,17 +86,16 @@ struct ResultRows {
     }
     for (int k = 0; k < kN; k += D::kLanes) multiply_add(log2(D::load(total + k)), D(kLn2), D::load(top + k)).store(top + k);
     for (int k = 0; k < count; k++)
-      if (old_scale[k] != 0 && lse[k] < Real(INFINITY)) lse[k] = Real(top[k]);
+      if (old_scale[k] != 0 && lse[k] < INFINITY) lse[k] = top[k];
   }
 
-  // ln2 * (row_max + log2(sum)) of kLanes rows, rounded once.
-  static void natural_lse(const Real* row_max, const Real* sums, Real* lse) {
+  // ln2 * (row_max + log2(sum)) of kLanes rows.
+  static void natural_lse(const Real* row_max, const Real* sums, double* lse) {
     using D = NativeVec<double>;
     for (int k = 0; k < kN; k += D::kLanes) {
       D top, sum;
       for (int i = 0; i < D::kLanes; i++) top.v[i] = row_max[k + i], sum.v[i] = sums[k + i];
-      const D x = multiply_add(top, D(kLn2), log2(sum) * D(kLn2));
-      for (int i = 0; i < D::kLanes; i++) lse[k + i] = Real(x.v[i]);
+      multiply_add(top, D(kLn2), log2(sum) * D(kLn2)).store(lse + k);
     }
   }
 };

@@ -26,13 +26,15 @@ def adds_in_place(query: Tensor) -> bool:
 def joined(
     out: Tensor, lse: Tensor, residual: Tensor, other: Tensor, other_lse: Tensor, other_residual: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, residual) over the keys of two parts; residuals of 16-bit results, or (0,). May change the first `out`."""
+    """(out, lse, residual) over the keys of both; lse Real or float64; residuals of 16-bit results or (0,). Changes the first `out`."""
     rounds = residual.dim() > 1
     if rounds:
-        out, other = out.to(lse.dtype) + residual, other.to(lse.dtype) + other_residual
+        real = real_dtype(out.dtype)
+        out, other = out.to(real) + residual, other.to(real) + other_residual
     total_lse = torch.logaddexp(lse, other_lse)
     shift = torch.where(total_lse == -math.inf, 0.0, total_lse)
-    total = out.mul_((lse - shift).exp_()[..., None]).addcmul_(other, (other_lse - shift).exp_()[..., None])
+    share, other_share = ((x - shift).exp_().to(out.dtype)[..., None] for x in (lse, other_lse))
+    total = out.mul_(share).addcmul_(other, other_share)
     if not rounds:
         return total, total_lse, residual
     out = total.to(residual.dtype)
@@ -40,7 +42,7 @@ def joined(
 
 
 def add_forward(args: Arguments, out: Tensor, lse: Tensor, residual: Tensor) -> None:
-    """What `args` give joins `out`, `lse` (contiguous) and `residual` (of 16-bit results, else (0,)), which may start as 0, -inf and 0."""
+    """Joins `args` to `out`, `lse` (float64, contiguous) and `residual` (of 16-bit results, else (0,)), which start as 0, -inf and 0."""
     with below_autograd():
         if adds_in_place(args.query):
             ops._attention_fwd_add_(*args, out, lse, residual)

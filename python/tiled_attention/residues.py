@@ -193,7 +193,7 @@ def _adds_in_place(args: Arguments, step: int) -> bool:
 def _add_in_place(args: Arguments, piece: _Piece, out: Tensor, lse: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     part, _ = _arguments(args, piece, False)
     by_class = [_split(x, piece.step, 0) if x.dim() > 1 else x for x in (out, residual)]
-    lse_by_class = _split(lse[..., None], piece.step, 0)[..., 0].contiguous()
+    lse_by_class = _split(lse[..., None], piece.step, 0)[..., 0].double().contiguous()
     ops._attention_fwd_add_(*part, by_class[0], lse_by_class, by_class[1])
     return out, lse.copy_(_join(lse_by_class[..., None], 0, lse.shape[-1])[..., 0]), residual
 

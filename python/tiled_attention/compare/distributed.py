@@ -1,7 +1,6 @@
 """`compare --distributed N`: attention over sequences that N ranks share, beside one process: results, memory, time, traffic."""
 
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -24,9 +23,7 @@ from .ranks import launch
 SMALL_PARITY, FULL_PARITY = 131, 517  # shards of different lengths
 SMALL_MEASURED, FULL_MEASURED = (1024,), (2048, 8192)
 OPERATORS = ("linear", "ring")
-# The distance from one process, in roundings of that one, on up to four ranks. Each rank's part is rounded when it joins: on more of them
-# limits grow with the square root of their number, as the sum of as many roundings does.
-ROUNDINGS, ROUNDED_RANKS = 2.0, 4
+ROUNDINGS = 2.0  # the distance from one process, in roundings of that one
 # Memory is judged from here on: the buffers of sockets and threads do not grow with the sequence.
 JUDGED_BYTES = 32 * 2**20
 MEMORY_SLACK = 1.1
@@ -74,14 +71,14 @@ def parity_rows(n: int, found: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
     The root mean square of the distance is judged, and the largest error against float64, as that of one process is in `parity`.
     """
-    rows, more = [], max(1.0, math.sqrt(len(found) / ROUNDED_RANKS))
+    rows = []
     for index, case in enumerate(sharded.cases(n, len(found))):
         ranks = sharded.whole([part["parity"][index] for part in found])
         one, exact = sharded.alone(case), sharded.alone(case, torch.float64)
         for name, true in exact.items():
             dtype, own = one[name].dtype, _distance(one[name], true)
-            allowed = more * ROUNDINGS * max(_rms(own), _rms(true - true.to(dtype).double()))
-            most = more * parity.limit(dtype, name, true.numpy(), largest(own), str(ops._isa()))
+            allowed = ROUNDINGS * max(_rms(own), _rms(true - true.to(dtype).double()))
+            most = parity.limit(dtype, name, true.numpy(), largest(own), str(ops._isa()))
             distance, worst = _rms(_distance(ranks[name], one[name])), largest(_distance(ranks[name], true))
             rows.append(
                 {

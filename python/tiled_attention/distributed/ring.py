@@ -95,23 +95,9 @@ def _pair_views(flat: Tensor, key: Tensor, value: Tensor, length: int) -> tuple[
     return flat[:middle].view(shapes[0]), flat[middle:].view(shapes[1])
 
 
-class _Buffers:
-    """Flat buffers of pieces, used again when what stood in them has been sent and read."""
-
-    def __init__(self, key: Tensor, value: Tensor, dtype: torch.dtype) -> None:
-        self._numel = math.prod(key.shape[:-2]) * (key.shape[-1] + value.shape[-1])  # of one row
-        self._like, self._dtype = key, dtype
-        self._free: dict[int, list[Tensor]] = {}
-
-    def take(self, piece: Piece) -> Tensor:
-        free = self._free.get(piece.length)
-        return free.pop() if free else torch.empty(self._numel * piece.length, dtype=self._dtype, device=self._like.device)
-
-    def give(self, piece: Piece, flat: Tensor) -> None:
-        self._free.setdefault(piece.length, []).append(flat)
-
-    def clear(self) -> None:
-        self._free.clear()
+def _room(piece: Piece, key: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """For the keys and values of a piece, or their gradients, as `_pair_views` divides it."""
+    return key.new_empty(math.prod(key.shape[:-2]) * piece.length * (key.shape[-1] + value.shape[-1]), dtype=dtype)
 
 
 class _Travel:
@@ -119,37 +105,33 @@ class _Travel:
 
     def __init__(self, peers: Peers, schedule: Schedule, key: Tensor, value: Tensor) -> None:
         self.peers, self.schedule, self.key, self.value = peers, schedule, key, value
-        self.buffers = _Buffers(key, value, key.dtype)
 
     def steps(self) -> Iterator[tuple[Step, dict[Piece, tuple[Tensor, Tensor]]]]:
         steps = (_OWN, *self.schedule.steps)
-        held = {piece: self._own(piece) for piece in self.schedule.pieces[self.peers.rank]}
+        held = {piece: self._own(piece) for piece in self.schedule.own[self.peers.rank]}
         flat: dict[Piece, Tensor] = {}
         for at, step in enumerate(steps):
-            pending, sent, coming = self._start(steps[at + 1], flat) if at + 1 < len(steps) else (None, {}, {})
+            pending, coming = self._start(steps[at + 1], flat) if at + 1 < len(steps) else (None, {})
             yield step, held
             held.clear()
             if pending is not None:
                 pending.wait()
-            for piece, tensor in (flat | sent).items():
-                self.buffers.give(piece, tensor)
             flat = coming
             held = {piece: _pair_views(tensor, self.key, self.value, piece.length) for piece, tensor in coming.items()}
 
     def _own(self, piece: Piece) -> tuple[Tensor, Tensor]:
         return self.key.narrow(-2, piece.at, piece.length), self.value.narrow(-2, piece.at, piece.length)
 
-    def _start(self, step: Step, flat: dict[Piece, Tensor]) -> tuple[Pending, dict[Piece, Tensor], dict[Piece, Tensor]]:
-        """What is sent and received for the step, the messages, and the buffers of both."""
+    def _start(self, step: Step, flat: dict[Piece, Tensor]) -> tuple[Pending, dict[Piece, Tensor]]:
+        """The messages of the step, which keep what is sent, and what they bring."""
         (direction, distance), peers = step, self.peers
         ahead, behind = (peers.rank + direction) % peers.size, (peers.rank - direction) % peers.size
-        sent = {piece: flat[piece] if distance > 1 else self._packed(piece) for piece in self.schedule.at(ahead, step)}
-        coming = {piece: self.buffers.take(piece) for piece in self.schedule.at(peers.rank, step)}
-        messages = peers.exchange([(ahead, tensor) for tensor in sent.values()], [(behind, tensor) for tensor in coming.values()])
-        return messages, sent, coming
+        sends = [(ahead, flat[piece] if distance > 1 else self._packed(piece)) for piece in self.schedule.at(ahead, step)]
+        coming = {piece: _room(piece, self.key, self.value, self.key.dtype) for piece in self.schedule.at(peers.rank, step)}
+        return peers.exchange(sends, [(behind, tensor) for tensor in coming.values()]), coming
 
     def _packed(self, piece: Piece) -> Tensor:
-        flat = self.buffers.take(piece)
+        flat = _room(piece, self.key, self.value, self.key.dtype)
         for target, source in zip(_pair_views(flat, self.key, self.value, piece.length), self._own(piece), strict=True):
             target.copy_(source)
         return flat
@@ -163,8 +145,8 @@ def attend(
     real = real_dtype(query.dtype)
     out = dense_like(query, (*query.shape[:-1], value.shape[-1])).zero_()
     residual = torch.zeros_like(out) if real != query.dtype else out.new_empty(0)
-    # A sink is a part without a value.
-    lse = torch.full(query.shape[:-1], -math.inf, dtype=real, device=query.device)
+    # A sink is a part without a value. In double, lse is rounded once, not by each part that joins.
+    lse = torch.full(query.shape[:-1], -math.inf, dtype=torch.float64, device=query.device)
     if sinks is not None:
         lse.copy_(sinks[:, None].expand(lse.shape))
     every = {run: _rows_of(run, query, out, lse, residual) for run in schedule.rows[rank]}
@@ -179,7 +161,7 @@ def attend(
             add(piece, *held[piece])
     for rows in every.values():
         rows.narrow(lse, -1).copy_(rows.lse)
-    return out, lse, residual
+    return out, lse.to(real), residual
 
 
 class RingAttention(torch.autograd.Function):
@@ -233,9 +215,8 @@ class _Backward:
         # exp(score - lse) is as exact as lse is. Operators normalise rows with large lse again, from the keys that they are given.
         coarse = (lse.abs() > lse_limit(out.dtype)).logical_and_(lse.isfinite())
         self.shift = torch.where(coarse, lse, 0.0)[..., None] if bool(coarse.any()) else None
-        self.buffers = _Buffers(self.key, self.value, self.real)
-        # By place of the piece: messages, what is sent, and what comes home.
-        self.pending: dict[int, tuple[Pending, list[tuple[Piece, Tensor]], list[tuple[Piece, Tensor]]]] = {}
+        # By place of the piece: messages, which keep what is sent, and what comes home.
+        self.pending: dict[int, tuple[Pending, list[tuple[Piece, Tensor]]]] = {}
         self.arriving: dict[int, Tensor] = {}
 
     def run(self) -> list[Tensor | None]:
@@ -255,7 +236,6 @@ class _Backward:
                     self._send_on(step, index, grad)
         for index in indices:
             self._settle(index)
-        self.buffers.clear()
         if self.by_row:
             self.totals = self.totals._replace(bias=self._grad_rows().sum_to_size(self.bias.shape))
         grads: list[Tensor | None] = []
@@ -265,6 +245,9 @@ class _Backward:
             grads.append(None if total is None else total.to(x.dtype))
             del total
         return [*grads, self._grad_sinks() if self.needed[5] else None]
+
+    def _room(self, piece: Piece) -> Tensor:
+        return _room(piece, self.key, self.value, self.real)
 
     def _own(self, piece: Piece) -> tuple[Tensor | None, Tensor | None]:
         grads = [None if grad is None else grad.narrow(-2, piece.at, piece.length) for grad in self.totals[1:3]]
@@ -277,7 +260,7 @@ class _Backward:
         if self.moves and distance > piece.start(direction):
             grad = self.arriving.pop(piece.place)
         elif self.moves and distance == piece.start(direction):
-            grad = self.buffers.take(piece).zero_()
+            grad = self._room(piece).zero_()
         if distance in piece.seen_at(direction):
             views = (None, None) if grad is None else _pair_views(grad, self.key, self.value, piece.length)
             self._add(piece, key, value, *views)
@@ -286,33 +269,30 @@ class _Backward:
     def _send_on(self, step: Step, index: int, grad: tuple[Piece, Tensor] | None) -> None:
         """To the next rank, or home; and receives that of the next step, or one that comes home."""
         (direction, distance), peers, schedule = step, self.peers, self.schedule
-        sends, receives, sent, returned = [], [], [], []
+        sends, receives, returned = [], [], []
         if grad is not None:
             target = grad[0].owner if distance == grad[0].reach(direction) else (peers.rank + direction) % peers.size
             sends.append((target, grad[1]))
-            sent.append(grad)
         for coming in schedule.at(peers.rank, (direction, distance + 1)):
             if coming.place == index and distance + 1 > coming.start(direction):
-                self.arriving[index] = self.buffers.take(coming)
+                self.arriving[index] = self._room(coming)
                 receives.append(((peers.rank - direction) % peers.size, self.arriving[index]))
         for own in schedule.pieces[peers.rank]:
             if own.place == index and own.reach(direction) == distance:
-                returned.append((own, self.buffers.take(own)))
+                returned.append((own, self._room(own)))
                 receives.append(((peers.rank + direction * distance) % peers.size, returned[0][1]))
-        self.pending[index] = peers.exchange(sends, receives), sent, returned
+        self.pending[index] = peers.exchange(sends, receives), returned
 
     def _settle(self, index: int) -> None:
         """Waits for what was sent and received of this piece; what came home is added."""
         if index not in self.pending:
             return
-        pending, sent, returned = self.pending.pop(index)
+        pending, returned = self.pending.pop(index)
         pending.wait()
         for home, flat in returned:
             for grad, part in zip(self._own(home), _pair_views(flat, self.key, self.value, home.length), strict=True):
                 if grad is not None:
                     grad.add_(part)
-        for piece, flat in sent + returned:
-            self.buffers.give(piece, flat)
 
     def _add(self, piece: Piece, key: Tensor, value: Tensor, grad_key: Tensor | None, grad_value: Tensor | None) -> None:
         for run in self.schedule.blocks(self.peers.rank, piece):

@@ -1,14 +1,17 @@
 """Who computes what when, and what travels: the plan of a ring, the same on every rank.
 
-Pieces of keys (with their values) go from rank to rank, as far as some rank sees them: to the next ranks, or, where that is less far, part
-of the way to the ones before. At step (direction, distance) rank r has the pieces of rank r - direction * distance. In the backward pass a
-gradient starts as zeros at the first rank that sees its piece, takes the same way, and returns from the last one to its owner.
+Shards of keys (with their values) are cut where the ranks that see them change. The pieces go from rank to rank, as far as some rank sees
+them: to the next ranks, or, where that is less far, part of the way to the ones before. At step (direction, distance) rank r has the pieces
+of rank r - direction * distance. In the backward pass a gradient starts as zeros at the first rank that sees its piece, takes the same way,
+and returns from the last one to its owner.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from ..mask_grid import TILE
@@ -22,7 +25,7 @@ class Piece(NamedTuple):
     """Keys begin <= j < end of the whole, rows [at, at + end - begin) of their owner."""
 
     owner: int
-    place: int  # among the pieces of the owner
+    place: int  # among what the owner sends, or among its runs
     begin: int
     end: int
     at: int
@@ -49,7 +52,8 @@ class Piece(NamedTuple):
 
 class Schedule(NamedTuple):
     rows: tuple[tuple[Run, ...], ...]  # of the queries of every rank
-    pieces: tuple[tuple[Piece, ...], ...]  # of the keys of every rank
+    own: tuple[tuple[Piece, ...], ...]  # the runs of the keys of every rank, for itself
+    pieces: tuple[tuple[Piece, ...], ...]  # of these, what other ranks see
     steps: tuple[Step, ...]  # after the own piece
     sight: Sight
 
@@ -61,7 +65,7 @@ class Schedule(NamedTuple):
         """The pieces that `rank` holds at a step."""
         direction, distance = step
         if distance == 0:
-            return self.pieces[rank]
+            return self.own[rank]
         owner = (rank - direction * distance) % self.size
         return tuple(piece for piece in self.pieces[owner] if piece.reach(direction) >= distance)
 
@@ -82,38 +86,57 @@ class Schedule(NamedTuple):
 
 @lru_cache(maxsize=64)
 def make_schedule(lengths_q: Sequence[int], lengths_kv: Sequence[int], layout: str, sight: Sight, halves: bool) -> Schedule:
-    """`halves`: a shard of one run is two pieces, so that the gradient of one travels while the other is computed."""
+    """`halves`: what is sent of a shard is two pieces at least, so that the gradient of one travels while the other is computed."""
     rows, keys = runs_of(lengths_q, layout, "query"), runs_of(lengths_kv, layout, "key")
     size = len(rows)
-    pieces = []
-    for owner in range(size):
-        runs = _halved(keys[owner][0]) if halves and len(keys[owner]) == 1 else keys[owner]
-        seen = [
-            {
-                (rank - owner) % size
-                for rank in range(size)
-                if rank != owner and any(sight.sees(row.begin, row.end, run.begin, run.end) for row in rows[rank])
-            }
-            for run in runs
-        ]
-        # All pieces of a shard take the same way, so that a step has the work of whole shards: zigzag makes that equal.
-        ahead, behind = _ways(sorted(set().union(*seen)), size)
-        mine = [
-            Piece(
-                owner,
-                index,
-                run.begin,
-                run.end,
-                run.at,
-                tuple(distance for distance in ahead if distance in seen[index]),
-                tuple(distance for distance in behind if size - distance in seen[index]),
-            )
-            for index, run in enumerate(runs)
-        ]
-        pieces.append(tuple(mine))
+    own = tuple(tuple(Piece(owner, place, *run, (), ()) for place, run in enumerate(keys[owner])) for owner in range(size))
+    pieces = tuple(_pieces(owner, rows, keys[owner], sight, halves) for owner in range(size))
     every = [piece for mine in pieces for piece in mine]
     steps = [(way, distance) for way in (1, -1) for distance in range(1, max((p.reach(way) for p in every), default=0) + 1)]
-    return Schedule(rows, tuple(pieces), tuple(steps), sight)
+    return Schedule(rows, own, pieces, tuple(steps), sight)
+
+
+def _pieces(owner: int, rows: Sequence[Sequence[Run]], keys: Sequence[Run], sight: Sight, halves: bool) -> tuple[Piece, ...]:
+    size = len(rows)
+    seen: list[tuple[Run, frozenset[int]]] = []  # by the ranks at these distances
+    for run in keys:
+        views = [
+            (distance, *_seen(sight, row, run))
+            for distance in range(1, size)
+            for row in rows[(owner + distance) % size]
+            if sight.sees(row.begin, row.end, run.begin, run.end)
+        ]
+        cuts = sorted({cut for _, begin, end in views for cut in (begin, end)})
+        parts = [(cut, end, frozenset(view[0] for view in views if view[1] <= cut and end <= view[2])) for cut, end in pairwise(cuts)]
+        for distances, group in groupby(parts, key=lambda part: part[2]):
+            joined = list(group)
+            if distances:
+                begin, end = joined[0][0], joined[-1][1]
+                seen.append((Run(begin, end, run.at + begin - run.begin), distances))
+    if halves and len(seen) == 1:
+        seen = [(half, seen[0][1]) for half in _halved(seen[0][0])]
+    # All pieces of a shard take the same way, so that a step has the work of whole shards: zigzag makes that equal.
+    ahead, behind = _ways(sorted({distance for _, distances in seen for distance in distances}), size)
+    return tuple(
+        Piece(
+            owner,
+            place,
+            *run,
+            tuple(distance for distance in ahead if distance in distances),
+            tuple(distance for distance in behind if size - distance in distances),
+        )
+        for place, (run, distances) in enumerate(seen)
+    )
+
+
+def _seen(sight: Sight, row: Run, run: Run) -> tuple[int, int]:
+    """Where the keys of the run begin and end that some query of the row sees; there are some."""
+    if sight.sees(row.begin, row.end, run.begin, run.begin + 1) and sight.sees(row.begin, row.end, run.end - 1, run.end):
+        return run.begin, run.end
+    keys = range(run.begin, run.end)
+    begin = bisect_left(keys, True, key=lambda last: sight.sees(row.begin, row.end, run.begin, last + 1))
+    end = bisect_left(keys, True, key=lambda first: not sight.sees(row.begin, row.end, first, run.end))
+    return run.begin + begin, run.begin + end
 
 
 def _halved(run: Run) -> tuple[Run, ...]:
