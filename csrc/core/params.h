@@ -94,7 +94,7 @@ struct AttentionParams {
   const void* sinks = nullptr;         // Real [num_heads], may be null
   TensorView out;              // dtype
   TensorView residual;         // dtype 16 bit only: what rounding took from out; may be absent
-  void* lse = nullptr;         // Real (double in attention_fwd_add) [batch][num_heads][seqlen_q] or by lse_head_stride, natural log; may be null in forward
+  void* lse = nullptr;         // Real [batch][num_heads][seqlen_q] or by lse_head_stride, natural log; may be null in forward
 };
 
 struct AttentionBackwardParams {
