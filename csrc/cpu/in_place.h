@@ -92,10 +92,10 @@ __attribute__((noinline)) void values_in_place(int rows, int keys, int cols, con
     Ahead::of(value, j + kKeys, min_of(kKeys, keys - j - kKeys), cols).fetch(0, kKeys);
     int d = 0;
     const auto next = [&](int vectors) { d += vectors * kN, right.data += vectors * kN; };
-    for (; cols - d >= kVectors * kN; next(kVectors)) value_block<kRows, kVectors>(count, cols, left, stride, right, out + d, out_stride);
+    while (cols - d >= kVectors * kN) value_block<kRows, kVectors>(count, cols, left, stride, right, out + d, out_stride), next(kVectors);
     if constexpr (kVectors > 2)
-      for (; cols - d >= 2 * kN; next(2)) value_block<kRows, 2>(count, cols, left, stride, right, out + d, out_stride);
-    for (; d < cols; next(1)) value_block<kRows, 1>(count, cols - d, left, stride, right, out + d, out_stride);
+      while (cols - d >= 2 * kN) value_block<kRows, 2>(count, cols, left, stride, right, out + d, out_stride), next(2);
+    while (d < cols) value_block<kRows, 1>(count, cols - d, left, stride, right, out + d, out_stride), next(1);
   }
 }
 

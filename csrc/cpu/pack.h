@@ -12,7 +12,7 @@ inline namespace KERNEL_ISA {
 
 // Matrix elements in one unit.
 template <class Unit> constexpr int kUnitSize = 1;
-template <> constexpr int kUnitSize<Bf16Pair> = 2;
+template <> inline constexpr int kUnitSize<Bf16Pair> = 2;
 template <class Unit>
 ALWAYS_INLINE int units(int elements) {
   return (elements + kUnitSize<Unit> - 1) / kUnitSize<Unit>;

@@ -92,6 +92,9 @@ ALWAYS_INLINE Vec<T, N> multiply_add(Vec<T, N> a, Vec<T, N> b, Vec<T, N> acc) {
 
 #if defined(__AVX512BF16__)
 ALWAYS_INLINE Vec<float, 16> multiply_add(Vec<Bf16Pair, 16> a, Vec<Bf16Pair, 16> b, Vec<float, 16> acc) {
+#ifdef __clang__  // 16 crashes where it sees a broadcast as bf16
+  asm("" : "+v"(a.v));
+#endif
   return (Vec<float, 16>::Native)_mm512_dpbf16_ps((__m512)acc.v, (__m512bh)a.v, (__m512bh)b.v);
 }
 #endif
@@ -148,12 +151,12 @@ ALWAYS_INLINE T reduce_max(Vec<T, N> x) {
 template <int N>
 ALWAYS_INLINE Vec<float, N> keep_lanes(Vec<float, N> x, int begin, int end, Vec<float, N> other) {
   const auto lane = Vec<int, N>::iota(0);
-  return (lane.v >= begin) & (lane.v < end) ? x.v : other.v;
+  return ((lane.v >= begin) & (lane.v < end)) ? x.v : other.v;
 }
 template <int N>
 ALWAYS_INLINE Vec<double, N> keep_lanes(Vec<double, N> x, int64_t begin, int64_t end, Vec<double, N> other) {
   const auto lane = Vec<int64_t, N>::iota(0);
-  return (lane.v >= begin) & (lane.v < end) ? x.v : other.v;
+  return ((lane.v >= begin) & (lane.v < end)) ? x.v : other.v;
 }
 
 // 2^x for x <= 127, relative error 1.5e-7; exactly 0 below -127, exactly 1 at 0, NaN stays NaN.
