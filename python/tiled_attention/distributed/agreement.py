@@ -72,8 +72,9 @@ def agree(peers: Peers, function: str, facts: Mapping[str, Any], numbers: Sequen
 
 @contextlib.contextmanager
 def reporting(peers: Peers, function: str) -> Iterator[None]:
-    """What is raised inside stands for this rank where the others agree, so that they need not wait for it."""
+    """What is raised inside, or because of the time-out, stands for this rank where the others agree: they need not wait for it."""
     try:
+        peers.check_timeout()
         yield
     except Exception as error:
         if peers.size > 1:
