@@ -350,6 +350,8 @@ def disagreement(rank: int, size: int) -> None:
         ta.distributed.gather_sequence(query) if rank == 0 else ring_attention(query, key, value)
     with raises(*((TypeError, "softcap must be") if rank == last else (RuntimeError, f"rank {last} raised TypeError: softcap must be"))):
         call(softcap="many")
+    with raises(*((TypeError, "timeout must be") if rank == last else (RuntimeError, f"rank {last} raised TypeError: timeout must be"))):
+        call(timeout="soon")
     with raises(*((ValueError, "value must have") if rank == last else (RuntimeError, f"rank {last} raised ValueError: value must have"))):
         call(value=value[..., 1:, :])
     with raises(*((TypeError, "query must be a tensor") if rank == last else (RuntimeError, f"rank {last} raised TypeError: query"))):

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ring_cases
 import tiled_attention as ta
@@ -239,6 +241,25 @@ def test_a_rank_that_does_not_come_is_named_and_hears_it(three: Processes):
         assert error == late and seconds < 60
     assert three.run(try_forward, ranks=(1,))[0][0] == f"ring_attention: rank 0 raised RuntimeError: {late}"
     assert [error for error, _ in three.run(try_forward)] == [""] * 3  # the group is as before
+
+
+def try_group(port: int, processes: list[int], calls: int) -> list[str]:
+    """The errors of calls in a group that these processes make anew, over the store at this port."""
+    rank, size = processes.index(os.getpid()), len(processes)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    return [try_forward()[0] for _ in range(calls)]
+
+
+def test_a_group_may_be_made_again(three: Processes):
+    """With processes that were not in it, each of which has its own number of calls behind it."""
+    numbers = three.run(os.getpid)
+    for calls, members in enumerate([(0, 1), (0, 2), (0, 1, 2), (1, 0), (2, 1, 0)], 1):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        found = three.run(try_group, store.port, [numbers[member] for member in members], calls, ranks=members)
+        assert found == [[""] * calls] * len(members)
 
 
 @pytest.mark.parametrize("how", ("gone", "silent"))

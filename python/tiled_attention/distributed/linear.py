@@ -125,6 +125,7 @@ def linear_attention(
     peers = Peers(group, query.device if isinstance(query, Tensor) else torch.device("cpu"), timeout)
     options: dict[str, Any] = {"feature_map": feature_map, "causal": causal, "normalize": normalize, "scale": scale, "key_mask": key_mask}
     if peers.size == 1:
+        peers.check_timeout()
         options |= {"log_decay": log_decay, "initial_state": initial_state, "return_state": return_state}
         return _of_one_process(query, key, value, **options)
     with reporting(peers, _FUNCTION):

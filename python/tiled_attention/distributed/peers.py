@@ -26,12 +26,16 @@ class Peers:
         if self.rank < 0:
             raise RuntimeError(f"group must have this process as a member, got a group that rank {dist.get_rank()} is not in")
         self.device = device
-        if timeout is not None:
-            if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-                raise TypeError(f"timeout must be a number of seconds > 0 or None, got {timeout!r}")
-            if not 0 < timeout < math.inf:
-                raise ValueError(f"timeout must be a number of seconds > 0 or None, got {timeout}")
-        self.timeout = timeout
+        self.timeout = timeout  # not checked yet: the others are to hear of it
+
+    def check_timeout(self) -> None:
+        timeout = self.timeout
+        if timeout is None:
+            return
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+            raise TypeError(f"timeout must be a number of seconds > 0 or None, got {timeout!r}")
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"timeout must be a number of seconds > 0 or None, got {timeout}")
 
     def seconds(self) -> float:
         """How long to wait for another rank."""

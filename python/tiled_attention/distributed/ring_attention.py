@@ -130,7 +130,7 @@ def ring_attention(
         method: "ring"; "all_to_all": ranks exchange rows for heads, compute whole sequences, and exchange back (needs a number of ranks
             that divides num_heads, and num_heads_kv or is a multiple of it; bool masks and biases without rows); "auto": whichever of both
             sends less.
-        timeout: seconds to wait for another rank, on the CPU; None: the time-out of the group.
+        timeout: seconds to wait for another rank, on CUDA only for it to come to the call; None: the time-out of the group.
 
     Returns:
         out (..., num_heads, this rank's rows, head_dim_v), or (out, lse) with `return_lse`, as `attention`.
