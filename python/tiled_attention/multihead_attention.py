@@ -36,7 +36,7 @@ class InProjection(NamedTuple):
     value: Tensor | None  # (embed_dim, vdim)
     bias: Tensor | None  # (3 * embed_dim,)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, num_heads: int) -> list[Tensor]:
+    def project(self, query: Tensor, key: Tensor, value: Tensor, num_heads: int) -> list[Tensor]:
         """Three tensors (..., num_heads, head_dim). Inputs that are one tensor are projected by one product."""
         bias = self.bias
         if bias is not None and bias.dtype != query.dtype:  # torch adds it in either dtype to inputs that are not contiguous
@@ -69,12 +69,11 @@ class Columns(NamedTuple):
     bias_value: Tensor | None = None
     zero: bool = False
 
-    @property
     def width(self) -> int:
         return (self.bias_key is not None) + self.zero
 
     def prepend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """key, value (..., num_heads, seqlen_kv, head_dim) with `width` more columns."""
+        """key, value (..., num_heads, seqlen_kv, head_dim) with `width()` more columns."""
         parts = [(key, value)]
         if self.zero:
             parts.insert(0, (_zero_column(key), _zero_column(value)))
@@ -105,22 +104,25 @@ def heads_attention(
     """Attention of heads (..., num_heads, seqlen, head_dim), with the module's columns. `is_causal` is aligned to the top left.
 
     Returns:
-        out, and the weights (..., seqlen_q, seqlen_kv + columns.width), per head unless averaged, the columns last; or None.
+        out, and the weights (..., seqlen_q, seqlen_kv + columns.width()), per head unless averaged, the columns last; or None.
     """
     options: dict[str, Any] = {"dropout_p": dropout_p}
-    if columns.width:
+    width = columns.width()
+    if width:
         key, value = columns.prepend(key, value)
-        mask, bias = pad_columns(mask, columns.width), pad_columns(bias, columns.width)
+        mask, bias = pad_columns(mask, width), pad_columns(bias, width)
     if is_causal:
         mask = _CAUSAL if mask is None else And(_CAUSAL, mask)
-        options["query_offset"] = columns.width
-    told = columns.width and not torch.compiler.is_compiling() and observers
-    with columns_first(columns.width) if told else contextlib.nullcontext():
+        options["query_offset"] = width
+    told = width and not torch.compiler.is_compiling() and observers
+    with columns_first(width) if told else contextlib.nullcontext():
         if not need_weights:
             return cast(Tensor, attention(query, key, value, mask=mask, bias=bias, **options)), None
         out, weights = attention_with_weights(query, key, value, mask=mask, bias=bias, average=average_weights, **options)
     weights = weights.to(query.dtype)
-    return out, weights.roll(-columns.width, -1) if columns.width else weights
+    if width:  # roll is not for DTensors in torch 2.10
+        weights = torch.cat([weights[..., width:], weights[..., :width]], -1)
+    return out, weights
 
 
 def merge_masks(
@@ -222,7 +224,7 @@ def project_and_attend(
     refuse_shards("MultiheadAttention", query, key, value)
     order = (1, 0, 2) if query.dim() == 2 else (0, 2, 1, 3) if batch_first else (1, 2, 0, 3)
     back = (1, 0, 2) if query.dim() == 2 else (0, 2, 1, 3) if batch_first else (2, 0, 1, 3)
-    heads_q, heads_k, heads_v = (x.permute(order) for x in in_projection(query, key, value, num_heads))
+    heads_q, heads_k, heads_v = (x.permute(order) for x in in_projection.project(query, key, value, num_heads))
     if static_key is not None:
         heads_k = static_key.view(*heads_k.shape[:-2], *static_key.shape[1:])
     if static_value is not None:

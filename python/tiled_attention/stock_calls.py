@@ -106,13 +106,14 @@ def of_forward(given: ForwardArguments) -> Call:
         if given.static_k is not None:
             heads_k = given.static_k.view(*heads_k.shape[:-2], *given.static_k.shape[1:])
         mask, bias = merge_masks(given.attn_mask, given.key_padding_mask, batch, given.num_heads, query.dtype)
-        if columns.width:
+        width = columns.width()
+        if width:
             heads_k, _ = columns.prepend(heads_k, heads_k)
-            mask, bias = pad_columns(mask, columns.width), pad_columns(bias, columns.width)
+            mask, bias = pad_columns(mask, width), pad_columns(bias, width)
         with without_autocast(query):
             return _prepare(heads_q, heads_k, mask, bias)
 
-    return Call(query, key, arguments, columns=columns.width)
+    return Call(query, key, arguments, columns=columns.width())
 
 
 def _prepare(query: Tensor, key: Tensor, mask: Any, bias: Tensor | None, scale: float | None = None) -> Arguments:

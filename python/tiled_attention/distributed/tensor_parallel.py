@@ -111,7 +111,7 @@ class HeadwiseMultiheadAttention(MultiheadAttention):
 
         order = (1, 0, 2) if batch is None else (0, 2, 1, 3) if self.batch_first else (1, 2, 0, 3)
         back = (1, 0, 2) if batch is None else (0, 2, 1, 3) if self.batch_first else (2, 0, 1, 3)
-        heads = self._in_projection(query is key is value)(query, key, value, self.num_heads // self.mesh.size())
+        heads = self._in_projection(query is key is value).project(query, key, value, self.num_heads // self.mesh.size())
         by_heads = [DTensor.from_local(x.permute(order), self.mesh, [Shard(query.dim() - 2)], run_check=False) for x in heads]
         out, weights = heads_attention(
             *by_heads,
