@@ -19,8 +19,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build/torches"
 # Where torch's interfaces are met: raw operators, the compiler and its caches (there inductor too), the override of torch's own attention,
-# the drop-in, vmap.
-TESTS = ("library", "compile", "compile_cache", "override", "sdpa", "vmap")
+# the drop-ins, vmap, ranks.
+TESTS = (
+    *("library", "compile", "compile_cache", "override", "sdpa", "vmap", "linear_compile"),
+    *("multihead_attention", "flash_attn", "flash_attn_packed", "distributed_linear", "tensor_parallel"),
+)
 CHOICE = ("-m", "not slow", "-k", "not inductor")
 DISK_GB = 12
 

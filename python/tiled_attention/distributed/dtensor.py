@@ -191,8 +191,8 @@ class _Call:
             return value.to_local()
         if name in self.written:
             raise ValueError(f"{name} is written in place and must have the placements {wanted} in this call, got {list(value.placements)}")
-        # Detached first: what redistribute returns cannot be, in place, in torch 2.10.
-        return value.detach().redistribute(placements=wanted).to_local()
+        detached: Any = value.detach()  # what redistribute returns cannot be detached in place in torch 2.10
+        return detached.redistribute(placements=wanted).to_local()
 
     def shard(self, role: Role) -> tuple[int, int]:
         """Where the shard of this rank begins in the dimension of the role, and its size: as torch.chunk cuts, dimension by dimension."""
