@@ -70,8 +70,9 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
   void run(void* memory) const {
     if (heads == 0) return;
     Scratch first(memory);
-    const Doubles doubles(params, chunks, first);
-    doubles.clear();
+    Doubles doubles(params, chunks, first);
+    memset(doubles.parts, 0, doubles.num_parts * sizeof(double));
+    memset(doubles.bias, 0, doubles.num_bias * sizeof(double));
     char* workers_at = (char*)memory + doubles_bytes();
     char* packed_at = workers_at + pool.num_workers * worker_bytes();
     const size_t worker_size = worker_bytes(), packed_size = packed_bytes(), sums_size = sums_bytes();

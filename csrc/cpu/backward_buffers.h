@@ -175,10 +175,6 @@ struct BackwardDoubles {
     parts = scratch.take<double>(num_parts);
     bias = scratch.take<double>(num_bias);
   }
-  void clear() const {
-    memset(parts, 0, num_parts * sizeof(double));
-    memset(bias, 0, num_bias * sizeof(double));
-  }
 };
 
 // One worker: a tile of queries as rows (left operand, reduction over head_dim) and as panels (right operand, reduction over queries), and
