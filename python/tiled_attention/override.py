@@ -274,7 +274,7 @@ def _serves_forward(given: ForwardArguments) -> bool:
         return False
     if given.is_causal and given.attn_mask is None:
         return False
-    weights = given.in_projection
+    weights = given.in_projection()
     embed_dim = kdim = vdim = given.embed_dim_to_check
     if weights.packed is None:
         if weights.query is None or weights.key is None or weights.value is None:
@@ -312,7 +312,7 @@ def _forward(given: ForwardArguments) -> tuple[Tensor, Tensor | None]:
         key,
         value,
         given.num_heads,
-        given.in_projection,
+        given.in_projection(),
         out_projection,
         batch_first=batch_first,
         static_key=given.static_k,

@@ -44,7 +44,6 @@ class ForwardArguments(NamedTuple):
     average_attn_weights: bool = True
     is_causal: bool = False
 
-    @property
     def in_projection(self) -> InProjection:
         if self.use_separate_proj_weight:
             return InProjection(None, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight, self.in_proj_bias)
@@ -102,7 +101,7 @@ def of_forward(given: ForwardArguments) -> Call:
     def arguments() -> Arguments:
         batch = None if query.dim() == 2 else query.shape[1]
         order = (1, 0, 2) if batch is None else (1, 2, 0, 3)
-        heads_q, heads_k = (x.permute(order) for x in given.in_projection.project_scores(query, key, given.num_heads))
+        heads_q, heads_k = (x.permute(order) for x in given.in_projection().project_scores(query, key, given.num_heads))
         if given.static_k is not None:
             heads_k = given.static_k.view(*heads_k.shape[:-2], *given.static_k.shape[1:])
         mask, bias = merge_masks(given.attn_mask, given.key_padding_mask, batch, given.num_heads, query.dtype)
