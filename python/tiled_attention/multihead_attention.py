@@ -22,7 +22,7 @@ from .context_parallel import refuse_shards
 from .mask_checks import is_readable
 from .masks import And, Causal, KeyLengths, Mask
 from .observers import columns_first, observers
-from .weights import attention_with_weights
+from .weights import attention_with_weights, columns_last
 
 _CAUSAL = Causal()
 
@@ -119,10 +119,7 @@ def heads_attention(
         if not need_weights:
             return cast(Tensor, attention(query, key, value, mask=mask, bias=bias, **options)), None
         out, weights = attention_with_weights(query, key, value, mask=mask, bias=bias, average=average_weights, **options)
-    weights = weights.to(query.dtype)
-    if width:  # roll is not for DTensors in torch 2.10
-        weights = torch.cat([weights[..., width:], weights[..., :width]], -1)
-    return out, weights
+    return out, columns_last(weights.to(query.dtype), width)
 
 
 def merge_masks(

@@ -14,7 +14,7 @@ from .additive_attention import forward_additive, weights_of_additive
 from .arguments import TENSORS, Arguments, real_dtype
 from .call import forward
 from .derivatives import turned
-from .weights import weights_of
+from .weights import columns_last, weights_of
 
 Indices = int | Iterable[int] | Tensor
 
@@ -180,8 +180,7 @@ class RecordedAttention:
         call = _widened(call)
         with _plainly(call.query.device):
             weights = weights_of(call, lse, rows=index) if isinstance(call, Arguments) else weights_of_additive(call, lse, index)
-        weights = weights.reshape(self.batch, *weights.shape[-3:])
-        return weights.roll(-self._columns, -1) if self._columns else weights
+        return columns_last(weights.reshape(self.batch, *weights.shape[-3:]), self._columns)
 
     def _among(self, name: str, wanted: Indices, count: int, recorded: tuple[int, ...]) -> tuple[int, ...]:
         found = indices(name, wanted, count, self.name)

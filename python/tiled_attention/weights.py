@@ -97,6 +97,12 @@ def weights_of(args: Arguments, lse: Tensor, *, rows: Tensor | None = None, aver
     return weights.squeeze(-3) if average else weights
 
 
+def columns_last(weights: Tensor, width: int) -> Tensor:
+    """weights (..., seqlen_kv) with the first `width` columns behind the others."""
+    # Not roll, which DTensors of torch 2.10 do not have.
+    return torch.cat([weights[..., width:], weights[..., :width]], -1) if width else weights
+
+
 def check_rows(rows: Any, query: Tensor) -> Tensor:
     if not isinstance(rows, Tensor) or rows.dtype.is_floating_point or rows.dtype in (torch.bool, torch.complex64, torch.complex128):
         came = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__

@@ -96,7 +96,7 @@ def flash_attn_with_kvcache(
         ):
             out, lse = _decode_directly(q, k_cache, v_cache, k, v, cache_seqlens, block_table, softmax_scale, intervals)
             return (out, lse) if return_softmax_lse else out
-        query, key_cache, value_cache = q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        query, key_cache, value_cache = heads_first(q, k_cache, v_cache)
         lengths = cache_seqlens if isinstance(cache_seqlens, Tensor) else _lengths(cache_seqlens, q, k_cache, block_table, k)
         if k is None and v is None:
             if rotary_cos is not None or rotary_sin is not None:
