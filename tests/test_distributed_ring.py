@@ -203,7 +203,7 @@ def test_without_a_group():
             call()
 
 
-TIMEOUT = 2.0
+TIMEOUT = 2.0  # only where a rank is not to come: the first call of a rank in a group may take longer, it connects to the store
 _out: list[torch.Tensor] = []  # of this rank, from one call of a test to the next
 
 
@@ -218,9 +218,9 @@ def tried(call: Any) -> tuple[str, float]:
     return error, time.monotonic() - begin
 
 
-def try_forward() -> tuple[str, float]:
+def try_forward(timeout: float | None = None) -> tuple[str, float]:
     shards = [leaf(shard_sequence(x)) for x in problem(48, 48)]
-    return tried(lambda: _out.append(ring_attention(*shards, timeout=TIMEOUT)))
+    return tried(lambda: _out.append(ring_attention(*shards, timeout=timeout)))
 
 
 def try_backward() -> tuple[str, float]:
@@ -229,17 +229,18 @@ def try_backward() -> tuple[str, float]:
 
 @pytest.fixture
 def three() -> Iterator[Processes]:
-    """Ranks of which the test loses one."""
+    """Ranks of which the test loses one, after a call of all."""
     group = Processes(3)
+    assert [error for error, _ in group.run(try_forward)] == [""] * 3
     yield group
     group.close()
 
 
 def test_a_rank_that_does_not_come_is_named_and_hears_it(three: Processes):
     late = "ring_attention: rank 1 did not make this call within 2 s"
-    for error, seconds in three.run(try_forward, ranks=(0, 2)):
+    for error, seconds in three.run(try_forward, TIMEOUT, ranks=(0, 2)):
         assert error == late and seconds < 60
-    assert three.run(try_forward, ranks=(1,))[0][0] == f"ring_attention: rank 0 raised RuntimeError: {late}"
+    assert three.run(try_forward, TIMEOUT, ranks=(1,))[0][0] == f"ring_attention: rank 0 raised RuntimeError: {late}"
     assert [error for error, _ in three.run(try_forward)] == [""] * 3  # the group is as before
 
 
@@ -265,7 +266,7 @@ def test_a_group_may_be_made_again(three: Processes):
 @pytest.mark.parametrize("how", ("gone", "silent"))
 def test_a_rank_that_is_lost_in_the_middle_is_named(three: Processes, how: str):
     """After the forward pass rank 1 goes away, or falls silent."""
-    assert [error for error, _ in three.run(try_forward)] == [""] * 3
+    assert [error for error, _ in three.run(try_forward, TIMEOUT)] == [""] * 3
     if how == "gone":
         three.kill(1)
     for rank, (error, seconds) in zip((0, 2), three.run(try_backward, ranks=(0, 2))):
@@ -276,7 +277,6 @@ def test_a_rank_that_is_lost_in_the_middle_is_named(three: Processes, how: str):
 
 
 def test_a_store_that_is_lost_is_named(three: Processes):
-    assert [error for error, _ in three.run(try_forward)] == [""] * 3
     three.lose_store()
     for error, seconds in three.run(try_forward):
         assert error.startswith("ring_attention: the store of the group is lost, which lies in global rank 0, unless")
