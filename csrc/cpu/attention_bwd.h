@@ -283,8 +283,10 @@ struct Backward : BackwardQueries<T, Unit, kDrop> {
         }
         asked = true;
         // grad_value += probs^T grad_out, grad_key += grad_scores^T query: blocks of keys, reduction over the rows that see them.
-        for (int j = kv_begin; j < kv_end; j += kBlockRows) {
-          const int count = min_of(kBlockRows, kv_end - j);
+        int seen_end = kv_begin;
+        for (int i = 0; i < rows; i += kBlockRows) seen_end = max_of(seen_end, seen[i / kBlockRows].hull().end);
+        for (int j = kv_begin; j < seen_end; j += kBlockRows) {
+          const int count = min_of(kBlockRows, seen_end - j);
           int begin = 0, end = rows;
           while (begin < rows && !seen[begin / kBlockRows].sees_some(j, j + count)) begin += kBlockRows;
           while (end > begin && !seen[(end - 1) / kBlockRows].sees_some(j, j + count)) end = round_down(end - 1, kBlockRows);
